@@ -1,0 +1,139 @@
+"""What a target model is to the rest of the pipeline: geometry, `generate` and `forward`.
+
+Shape suffixes used in this package: B rows of a micro-batch, T tokens of a row, D hidden size,
+H KV heads, C head size, V vocabulary, K top-k.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+FinishReason = Literal["stop", "length", "given"]
+
+# RoPE variants whose frequencies depend on the largest position seen: a shift changes every
+# position of the row, so no shift is possible there.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKV:
+    """The K/V that one attention type shares: layer is the 0-based block that computes it."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    rope_type: str  # transformers' name: default, linear, llama3, yarn, proportional, …
+    rope_theta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Sizes of a target model, all read from its own files.
+
+    shared_kv: attention type ("sliding", "full") -> the last non-shared layer of that type.
+        Only the types the model has; a Llama has "full" alone, from its last layer.
+    context_length: tokens; absolute positions stay below it.
+    hidden_dtype, kv_dtype: logical dtype of hidden states and of K/V as captured.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    sliding_window: int | None
+    logit_softcap: float | None
+    shared_kv: Mapping[str, SharedKV]
+    hidden_dtype: str
+    kv_dtype: str
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether a uniform position shift leaves the frequencies as they are."""
+        return all(kv.rope_type not in LENGTH_DEPENDENT_ROPE for kv in self.shared_kv.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How rollouts are drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep everything."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Prompt(NamedTuple):
+    """ids: int32 [P], the context up to and including the generation header; seed: 64 bits."""
+
+    ids: Int32Array
+    seed: int
+
+
+class Generation(NamedTuple):
+    """ids: int32 [N], at most one terminator, kept as the last id iff finish_reason is stop."""
+
+    ids: Int32Array
+    finish_reason: FinishReason
+
+
+class PositionedRow(NamedTuple):
+    """ids: int32 [T]; token t sits at absolute position `offset + t`."""
+
+    ids: Int32Array
+    offset: int
+
+
+class TeacherRows(NamedTuple):
+    """Row t is the target's distribution of x_{t+1} (soft-cap applied, log-softmax in float32).
+
+    top_ids: int32 [T, K], by falling probability, ties to the lower id
+    top_logprobs: float32 [T, K]
+    tail_mass: float32 [T], 1 - sum(exp(top_logprobs)), never below 0
+    token_logprobs: float32 [T], log p of x_t under row t-1; 0 at t = 0
+    """
+
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+    tail_mass: torch.Tensor
+    token_logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOutput:
+    """What one forward pass says of one row; CPU tensors without padding.
+
+    final_hidden: [T, D] after the final norm, logical dtype `Geometry.hidden_dtype`
+    shared_kv: attention type -> (K, V), each [T, H, C] in `Geometry.kv_dtype`;
+        K after k_norm and RoPE at `offset + t`, V after v_norm
+    block_hidden: 0-based block -> [T, D], output of that block before the final norm
+    """
+
+    final_hidden: torch.Tensor
+    shared_kv: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    teacher: TeacherRows
+    block_hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TargetModel(Protocol):
+    """A loaded target model; `backend` and `backend_version` go into the manifest."""
+
+    backend: str
+    backend_version: str
+    geometry: Geometry
+    eos_ids: frozenset[int]
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+        """Answer each prompt, in order; a prompt's answer does not depend on the others' seeds."""
+        ...
+
+    def forward(
+        self, rows: Sequence[PositionedRow], *, top_k: int, block_layers: Sequence[int] = ()
+    ) -> list[RowOutput]:
+        """One teacher-forced pass over a micro-batch; everything comes from this one pass."""
+        ...
