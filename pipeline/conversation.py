@@ -63,6 +63,11 @@ class Conversation:
         return cls([np.concatenate(context)], eos_ids=renderer.eos_ids)
 
     @property
+    def segments(self) -> list[Int32Array]:
+        """int32 [n_i] each, as they were given."""
+        return self._segments
+
+    @property
     def ids(self) -> Int32Array:
         """int32 [T]: everything up to the end of the last answer; empty before the first."""
         return np.concatenate([np.empty(0, np.int32), *self._pieces])

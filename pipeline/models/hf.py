@@ -165,7 +165,7 @@ class TransformersTarget:
         ids = torch.zeros((len(rows), width), dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for b, row in enumerate(rows):
-            ids[b, : lengths[b]] = torch.from_numpy(row.ids)
+            ids[b, : lengths[b]] = torch.tensor(row.ids)
             mask[b, : lengths[b]] = 1
         offsets = torch.tensor([row.offset for row in rows])
         positions = offsets[:, None] + torch.arange(width)
@@ -347,6 +347,6 @@ def _left_pad(prompts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.zeros((len(prompts), width), dtype=torch.long)
     mask = torch.zeros((len(prompts), width), dtype=torch.long)
     for b, prompt in enumerate(prompts):
-        ids[b, width - len(prompt) :] = torch.from_numpy(prompt)
+        ids[b, width - len(prompt) :] = torch.tensor(prompt)
         mask[b, width - len(prompt) :] = 1
     return ids, mask
