@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 
 import pipeline
 from pipeline.card import dataset_card
@@ -252,9 +253,12 @@ def start(settings: Settings, *, folder: RunFolder) -> Run:
 
 
 def execute(
-    settings: Settings, make_executor: Callable[[Run], Executor], progress: RunProgress
+    settings: Settings,
+    make_executor: Callable[[Run], Executor],
+    progress: RunProgress | None = None,
 ) -> dict[str, Any]:
-    """The whole run; returns the manifest. Raises PipelineError."""
+    """The whole run; returns the manifest. Quiet without `progress`. Raises PipelineError."""
+    progress = progress or RunProgress(Console(quiet=True))
     folder = RunFolder(settings.out)
     folder.create()
     with folder.locked():
