@@ -11,14 +11,14 @@ from pathlib import Path
 import ray
 import typer
 
-# Under `ray job submit` and in a plain checkout the package sits beside this folder.
+# In a plain checkout, and under `ray job submit`, the package sits beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ray_pool import RayPool
 
-from pipeline.errors import PipelineError, exit_on_error
+from pipeline.errors import PipelineError
 from pipeline.progress import RunProgress
-from pipeline.run import execute, print_summary
+from pipeline.run import Run, execute, print_summary
 from pipeline.settings import Settings, with_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -28,23 +28,23 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @with_settings
 def main(settings: Settings) -> None:
     """Let the target model answer prompts and dump the features that train its drafters."""
-    with exit_on_error():
-        submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        if submitted and not Path(settings.out).is_absolute():
-            raise PipelineError(
-                f"--out {settings.out}: must be absolute under `ray job submit`; the job runs in "
-                "a temporary directory, and what it writes there is lost"
-            )
-        settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
-        ray.init(
-            log_to_driver=True,
-            configure_logging=False,
-            # A private cluster for this process needs no web page; a running one is joined as is.
-            **({} if submitted or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}),
+    submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if submitted and not Path(settings.out).is_absolute():
+        raise PipelineError(
+            f"--out {settings.out}: must be absolute under `ray job submit`; the job runs in a "
+            "temporary directory, and what it writes there is lost"
         )
-        with RunProgress() as progress:
-            manifest = execute(settings, lambda run: RayPool(run.spec, progress.say), progress)
-        print_summary(manifest, settings.out)
+    settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
+
+    with RunProgress() as progress:
+
+        def ray_pool(run: Run) -> RayPool:
+            # Only now, with the run planned: bad input needs no cluster to be told so.
+            ray.init(configure_logging=False)
+            return RayPool(run.spec, progress.say)
+
+        manifest = execute(settings, ray_pool, progress)
+    print_summary(manifest, settings.out)
 
 
 if __name__ == "__main__":

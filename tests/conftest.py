@@ -1,9 +1,17 @@
 """What several test files share: a tiny random Llama on disk, and one finished run of it."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+
+# jobs/ is no package: `ray_pool` sits beside the job that uses it.
+sys.path.insert(0, str(Path(__file__).parent.parent / "jobs"))
+# Tests run side by side on few cores; these are read when torch and the tokenizers start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # ChatML over a byte-level tokenizer: the 256 byte symbols, then these.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
