@@ -11,11 +11,10 @@ from pathlib import Path
 import ray
 import typer
 
-# In a plain checkout, and under `ray job submit`, the package sits beside this folder.
+# The packages sit beside this folder; Ray hands its first search path on to the workers.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ray_pool import RayPool
-
+from jobs.ray_pool import RayPool
 from pipeline.errors import PipelineError
 from pipeline.progress import RunProgress
 from pipeline.run import Run, execute, print_summary

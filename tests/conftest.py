@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# jobs/ is no package: `ray_pool` sits beside the job that uses it.
-sys.path.insert(0, str(Path(__file__).parent.parent / "jobs"))
+# jobs/ is not installed with the package.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 # Tests run side by side on few cores; these are read when torch and the tokenizers start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -32,20 +32,19 @@ CPUS = 3
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "jobs")])
     ray.init(
         address="local",
         num_cpus=CPUS,
         include_dashboard=False,
         object_store_memory=100 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     yield
     ray.shutdown()
 
 
 def run_pool(settings: Settings, lines: list[str] | None = None) -> dict[str, Any]:
-    from ray_pool import RayPool
+    from jobs.ray_pool import RayPool
 
     said = lines if lines is not None else []
     return execute(settings, lambda run: RayPool(run.spec, said.append))
@@ -96,7 +95,7 @@ def test_a_task_that_keeps_failing_ends_the_run_as_resumable(
     def sabotage(line: str) -> None:
         lines.append(line)
 
-    from ray_pool import RayPool
+    from jobs.ray_pool import RayPool
 
     def make(run: Any) -> Any:
         pool = RayPool(run.spec, sabotage)
