@@ -11,8 +11,8 @@ from pathlib import Path
 import ray
 import typer
 
-# The packages sit beside this folder; Ray hands its first search path on to the workers.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = str(Path(__file__).resolve().parent.parent)  # of the packages `pipeline` and `jobs`
+sys.path.insert(0, ROOT)
 
 from jobs.ray_pool import RayPool
 from pipeline.errors import PipelineError
@@ -21,6 +21,24 @@ from pipeline.run import Run, execute, print_summary
 from pipeline.settings import Settings, with_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def start_ray(*, submitted: bool) -> None:
+    """Connect to the cluster of `ray job submit` or RAY_ADDRESS, or start a private one.
+
+    Left to itself Ray joins whatever cluster last ran on this machine, and waits for minutes if
+    that one is gone.
+    """
+    if submitted:  # the working directory is on every worker's path already
+        ray.init(configure_logging=False)
+        return
+    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.init(
+        address=os.environ.get("RAY_ADDRESS", "local"),
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}),
+    )
 
 
 @app.command()
@@ -39,7 +57,7 @@ def main(settings: Settings) -> None:
 
         def ray_pool(run: Run) -> RayPool:
             # Only now, with the run planned: bad input needs no cluster to be told so.
-            ray.init(configure_logging=False)
+            start_ray(submitted=submitted)
             return RayPool(run.spec, progress.say)
 
         manifest = execute(settings, ray_pool, progress)
