@@ -4,6 +4,7 @@ A file is first two dictionaries, metadata and tensors, so that a test can break
 `write` makes the file. Names and layouts follow llama.cpp's converter.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,8 +75,6 @@ def _trained(pre: Any, normalizer: Any, alphabet: list[str], room: int) -> dict[
         vocab_size=room, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    import json
-
     return json.loads(tokenizer.to_str())["model"]
 
 
@@ -154,18 +153,17 @@ def _randomise(model: PreTrainedModel) -> PreTrainedModel:
 
 def tiny_llama(**settings: Any) -> PreTrainedModel:
     """4 heads, 2 KV heads, 3 layers, untied output."""
-    return _randomise(
-        LlamaForCausalLM(LlamaConfig(**_dense(tie_word_embeddings=False), **settings))
-    )
+    settings = {"tie_word_embeddings": False, **settings}
+    return _randomise(LlamaForCausalLM(LlamaConfig(**_dense(**settings))))
 
 
 def tiny_qwen2(**settings: Any) -> PreTrainedModel:
-    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(), **settings)))
+    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(**settings))))
 
 
 def tiny_qwen3(**settings: Any) -> PreTrainedModel:
     """The head size is not hidden / heads, as in Qwen3."""
-    return _randomise(Qwen3ForCausalLM(Qwen3Config(**_dense(head_dim=32), **settings)))
+    return _randomise(Qwen3ForCausalLM(Qwen3Config(**_dense(head_dim=32, **settings))))
 
 
 def _dense(**settings: Any) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def _dense(**settings: Any) -> dict[str, Any]:
 
 
 def tiny_gemma4(**settings: Any) -> PreTrainedModel:
-    """9 layers (sliding, sliding, full) x 3, 3 of them KV-shared, two head sizes, per-layer input."""
+    """9 layers (sliding, sliding, full) x 3, 3 KV-shared, two head sizes, per-layer input."""
     config = {
         "vocab_size": VOCAB_SIZE,
         "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -209,7 +207,7 @@ def tiny_gemma4(**settings: Any) -> PreTrainedModel:
 
 
 def tiny_gemma4_moe() -> PreTrainedModel:
-    """The 26B-A4B's shape: experts, V computed from K, fewer KV heads on full layers, no sharing."""
+    """As the 26B-A4B: experts, V computed from K, fewer KV heads on full layers, no sharing."""
     return tiny_gemma4(
         enable_moe_block=True,
         num_experts=4,

@@ -97,7 +97,8 @@ def _check_tensors(
         if info.shape != tuple(target.shape):
             raise PipelineError(
                 f"{file.path}: the tensor {names[name]} has shape {list(info.shape)} but "
-                f"{name} of the model needs {list(target.shape)}"
+                f"{name} of the model needs {list(target.shape)}; the file or its "
+                "general.architecture is wrong"
             )
     left = set(file.tensors) - set(names.values()) - {ROPE_FREQS}
     first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
