@@ -158,7 +158,7 @@ def tiny_llama(**settings: Any) -> PreTrainedModel:
 
 
 def tiny_qwen2(**settings: Any) -> PreTrainedModel:
-    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(**settings))))
+    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(head_dim=16, **settings))))
 
 
 def tiny_qwen3(**settings: Any) -> PreTrainedModel:
