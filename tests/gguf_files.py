@@ -125,6 +125,38 @@ def sentencepiece_vocabulary() -> dict[str, Any]:
     }
 
 
+def gemma4_vocabulary() -> dict[str, Any]:
+    """Spaces as ▁, no word splitting, byte tokens, runs of newlines as tokens."""
+    controls = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]
+    controls.append("<|tool_response>")
+    model = _trained(
+        pre_tokenizers.Split("\n", behavior="isolated"),
+        normalizers.Replace(" ", "▁"),
+        ["\n"],
+        VOCAB_SIZE - 256 - len(controls) - 6,
+    )
+    learnt = sorted(model["vocab"], key=model["vocab"].get)
+    runs = ["\n" * n for n in range(2, 6)]
+    merges = [f"{run[:cut]} {run[cut:]}" for run in runs for cut in range(1, len(run))]
+    tokens = [*controls, *(f"<0x{b:02X}>" for b in range(256)), *learnt, *runs, "<|channel>"]
+    types = [CONTROL] * len(controls) + [BYTE] * 256 + [NORMAL] * len([*learnt, *runs])
+    types.append(USER_DEFINED)
+    tokens = _padded(tokens, types)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * VOCAB_SIZE,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [*merges, *(" ".join(pair) for pair in model["merges"])],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
 def _padded(tokens: list[str], types: list[int]) -> list[str]:
     while len(tokens) < VOCAB_SIZE:
         tokens.append(f"<extra_{len(tokens)}>")
