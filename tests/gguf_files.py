@@ -27,7 +27,7 @@ from transformers import (
 
 VOCAB_SIZE = 384
 CORPUS = [
-    "the quick brown fox don't jump over 1234 lazy dogs, they'll sleep  in the\n\n sun.",
+    "the quick brown fox don't jump over 1234 1234 lazy dogs, they'll sleep  in the\n\n sun.",
     "def add(a, b):\n    return a + b  # numbers 10 20 30\n\n\tx = {'key': [1, 2]}\n",
     "déjà vu à la carte, 日本語の文章 日本語 と 日本, ¿qué? naïve café",
 ] * 3
@@ -79,13 +79,16 @@ def _trained(pre: Any, normalizer: Any, alphabet: list[str], room: int) -> dict[
 
 
 def byte_level_vocabulary(pre: str) -> dict[str, Any]:
-    """A GPT-2 style vocabulary with real merges; ids 0-5 are CONTROLS."""
+    """A GPT-2 style vocabulary with real merges; ids 0-5 are CONTROLS.
+
+    The token qzx is one that no merges lead to; <think> is user-defined.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    model = _trained(split, None, alphabet, VOCAB_SIZE - len(CONTROLS) - 1)
+    model = _trained(split, None, alphabet, VOCAB_SIZE - len(CONTROLS) - 2)
     learnt = sorted(model["vocab"], key=model["vocab"].get)
-    tokens = [*CONTROLS, *learnt, "<think>"]
-    types = [CONTROL] * len(CONTROLS) + [NORMAL] * len(learnt) + [USER_DEFINED]
+    tokens = [*CONTROLS, *learnt, "qzx", "<think>"]
+    types = [CONTROL] * len(CONTROLS) + [NORMAL] * (len(learnt) + 1) + [USER_DEFINED]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -107,7 +110,7 @@ def sentencepiece_vocabulary() -> dict[str, Any]:
         [],
         VOCAB_SIZE - 260,
     )
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    pieces = sorted(model["vocab"])  # ids do not follow scores
     rank = {"".join(pair): i for i, pair in reversed(list(enumerate(model["merges"])))}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces, "<|im_end|>"]
     types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(pieces) + [CONTROL]
@@ -133,11 +136,13 @@ def gemma4_vocabulary() -> dict[str, Any]:
         pre_tokenizers.Split("\n", behavior="isolated"),
         normalizers.Replace(" ", "▁"),
         ["\n"],
-        VOCAB_SIZE - 256 - len(controls) - 6,
+        VOCAB_SIZE - 256 - len(controls) - 7,
     )
     learnt = sorted(model["vocab"], key=model["vocab"].get)
     runs = ["\n" * n for n in range(2, 6)]
     merges = [f"{run[:cut]} {run[cut:]}" for run in runs for cut in range(1, len(run))]
+    runs.append(".\n")  # never used: text is cut at newlines first
+    merges.append(". \n")
     tokens = [*controls, *(f"<0x{b:02X}>" for b in range(256)), *learnt, *runs, "<|channel>"]
     types = [CONTROL] * len(controls) + [BYTE] * 256 + [NORMAL] * len([*learnt, *runs])
     types.append(USER_DEFINED)

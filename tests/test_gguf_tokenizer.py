@@ -28,7 +28,8 @@ PROBES = [
     "a\n\n\nb\n c\n\td\r\n\r\ne",
     "\n" * 5 + "x" + "\n" * 40,
     "def f(x):\n    return {'a': x ** 2}  # ok\n\n\tif x != 0: pass\n",
-    "don't I'LL we've THEY'RE 'tis a'b 's",
+    "x<|fim_prefix|>y<|im_end|>z",
+    "qzx 1234 12341234 don't I'LL we've THEY'RE 'tis a'b 's",
     "\u00a0nbsp\u2003em\u200bzero\u3000wide\u0085\u2028\u2029x",
     "$+<=>^~| !?.,;: == != -> // <!-- -->",
     "▁under▁score <0x41> <0x0A>",
@@ -38,7 +39,7 @@ PROBES = [
 ]
 SMOLLM2_IDS = [84, 2756, 90, 16739, 386, 101, 198]
 ALPHABET = st.one_of(
-    st.sampled_from([" ", "  ", "\n", "\t", "a", "the", "1", "23", "'s", "'LL", "é", "日", "."]),
+    st.sampled_from([" ", "  ", "\n", "\t", "a", "qzx", "1", "1234", "'s", "'LL", "é", "日", "."]),
     st.sampled_from(["<|im_end|>", "<bos>", "</s>", "<think>", "<turn|>", "<|channel>", "▁"]),
     st.characters(exclude_categories=["Cs", "Cn"]),
 )
@@ -78,6 +79,33 @@ def tiny(vocabulary):
     return build
 
 
+def byte_level(pre):
+    return tiny(lambda: gguf_files.byte_level_vocabulary(pre))
+
+
+def renaming(vocabulary, *names):
+    """The vocabulary with its first control tokens after id 2 renamed."""
+
+    def renamed():
+        source = vocabulary()
+        kinds = source["tokenizer.ggml.token_type"]
+        spare = [i for i, kind in enumerate(kinds) if kind == gguf_files.CONTROL and i > 2]
+        for i, name in zip(spare, names, strict=False):
+            source["tokenizer.ggml.tokens"][i] = name
+        return source
+
+    return tiny(renamed)
+
+
+def normal_markers():
+    """Markers that the file calls normal tokens; llama.cpp takes them as control tokens anyway."""
+    source = gguf_files.byte_level_vocabulary("gpt-2")
+    tokens = source["tokenizer.ggml.tokens"]
+    source["tokenizer.ggml.tokens"] = [{"qzx": "<|fim_prefix|>"}.get(t, t) for t in tokens]
+    source["tokenizer.ggml.token_type"][5] = gguf_files.NORMAL  # <|im_end|>
+    return source
+
+
 def no_space_prefix():
     return {**gguf_files.sentencepiece_vocabulary(), "tokenizer.ggml.add_space_prefix": False}
 
@@ -91,6 +119,13 @@ def fixture(_):
 FILES = {
     "smollm2": lambda _: smollm2_path(),
     **{f"smollm2 as {p}": smollm2_with(p) for p in ("gpt-2", "default", "llama-bpe", "qwen2")},
+    **{f"tiny as {pre}": byte_level(pre) for pre in ("default", "llama-bpe", "qwen2")},
+    "return and call": renaming(
+        lambda: gguf_files.byte_level_vocabulary("gpt-2"), "<|end|>", "<|return|>", "<|call|>"
+    ),
+    "end": renaming(lambda: gguf_files.byte_level_vocabulary("gpt-2"), "<|end|>", "<|return|>"),
+    "markers typed normal": tiny(normal_markers),
+    "gemma4 with </s>": renaming(gguf_files.gemma4_vocabulary, "<unk>", "</s>"),
     "sentencepiece": tiny(gguf_files.sentencepiece_vocabulary),
     "sentencepiece without prefix": tiny(no_space_prefix),
     "gemma4": tiny(gguf_files.gemma4_vocabulary),

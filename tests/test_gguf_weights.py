@@ -228,6 +228,10 @@ BROKEN = {
     "missing norm": (drop("output_norm.weight"), "output_norm.weight is missing"),
     "no rope_freqs": (drop("rope_freqs.weight"), "rope_freqs.weight is missing"),
     "wrong rope_freqs": (put("rope_freqs.weight", [2.0] * 16), "rope_freqs.weight is not 16"),
+    "scaled rope_freqs": (
+        put("rope_freqs.weight", [1.0] * 4 + [8.0] * 12),
+        "rope_freqs.weight is not 16",
+    ),
     "short rope_freqs": (put("rope_freqs.weight", [1.0] * 8), "rope_freqs.weight is not 16"),
     "extra tensor": (put("blk.1.extra.weight", [1.0]), "blk.1.extra.weight has no place"),
     "extra bias": (put("blk.1.attn_q.bias", [1.0] * 64), "blk.1.attn_q.bias has no place"),

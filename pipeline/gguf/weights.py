@@ -45,7 +45,6 @@ def load_gguf_model(file: GGUFFile, *, dtype: torch.dtype, device: str = "cpu") 
         _replace(model, name, value.to(device))
     model.tie_weights()
     _fill_derived_buffers(model, torch.device(device))
-    model.requires_grad_(False)
     return model.eval()
 
 
