@@ -182,6 +182,13 @@ BAD = {
     "too many experts used": ("moe", put("gemma4.expert_used_count", 5), "is 5 of 4 experts"),
     "huge block_count": ("gemma4", put("gemma4.block_count", 10**6), "block_count is 1000000"),
     "small block_count": ("llama", put("llama.block_count", 2), "llama.block_count is 2 but"),
+    "zero width": (
+        "gemma4",
+        put("gemma4.embedding_length", 0),
+        "embedding_length is 0; a positive",
+    ),
+    "zero window": ("gemma4", put("gemma4.attention.sliding_window", 0), "sliding_window is 0"),
+    "odd heads": ("llama", put("llama.attention.head_count", 6), "refuses the sizes of this llama"),
     "architecture": ("llama", put("general.architecture", "gemma3n"), "'gemma3n' is not supported"),
     "only the tag": (
         "gemma4",

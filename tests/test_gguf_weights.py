@@ -191,6 +191,20 @@ def test_llama3_rope_factors(tmp_path):
     assert torch.equal(logits(loaded), logits(scaled))
 
 
+@pytest.mark.parametrize("key", ["embedding_length", "attention.head_count", "context_length"])
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_absurd_sizes_are_refused_without_memory(tmp_path, name, key):
+    """G4: meta tensors cost nothing, and no size in the file can end in another exception."""
+
+    def absurd(contents):
+        contents.metadata[f"{name}.{key}"] = 2**32 - 2
+        contents.metadata[f"{name}.attention.key_length"] = 2**32 - 2
+
+    source = gguf_files.contents(MODELS[name]())
+    with pytest.raises(PipelineError):
+        load(gguf_files.write(tmp_path / "m.gguf", source, absurd))
+
+
 def drop(name):
     return lambda contents: contents.tensors.pop(name)
 
