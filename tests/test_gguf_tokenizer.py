@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import gguf_files
+import gguf_vocabularies
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ PROBES = [
     "\n\n",
     "a\n\n\nb\n c\n\td\r\n\r\ne",
     "\n" * 5 + "x" + "\n" * 40,
+    "\n" * 4 + "x" + "\n" * 6 + "y" + "\n" * 7,
     "def f(x):\n    return {'a': x ** 2}  # ok\n\n\tif x != 0: pass\n",
     "x<|fim_prefix|>y<|im_end|>z",
     "qzx 1234 12341234 don't I'LL we've THEY'RE 'tis a'b 's",
@@ -80,7 +82,7 @@ def tiny(vocabulary):
 
 
 def byte_level(pre):
-    return tiny(lambda: gguf_files.byte_level_vocabulary(pre))
+    return tiny(lambda: gguf_vocabularies.byte_level_vocabulary(pre))
 
 
 def renaming(vocabulary, *names):
@@ -89,7 +91,7 @@ def renaming(vocabulary, *names):
     def renamed():
         source = vocabulary()
         kinds = source["tokenizer.ggml.token_type"]
-        spare = [i for i, kind in enumerate(kinds) if kind == gguf_files.CONTROL and i > 2]
+        spare = [i for i, kind in enumerate(kinds) if kind == gguf_vocabularies.CONTROL and i > 2]
         for i, name in zip(spare, names, strict=False):
             source["tokenizer.ggml.tokens"][i] = name
         return source
@@ -99,15 +101,25 @@ def renaming(vocabulary, *names):
 
 def normal_markers():
     """Markers that the file calls normal tokens; llama.cpp takes them as control tokens anyway."""
-    source = gguf_files.byte_level_vocabulary("gpt-2")
+    source = gguf_vocabularies.byte_level_vocabulary("gpt-2")
     tokens = source["tokenizer.ggml.tokens"]
     source["tokenizer.ggml.tokens"] = [{"qzx": "<|fim_prefix|>"}.get(t, t) for t in tokens]
-    source["tokenizer.ggml.token_type"][5] = gguf_files.NORMAL  # <|im_end|>
+    source["tokenizer.ggml.token_type"][5] = gguf_vocabularies.NORMAL  # <|im_end|>
+    return source
+
+
+def gemma4_without_newline_merges():
+    source = gguf_vocabularies.gemma4_vocabulary()
+    merges = source["tokenizer.ggml.merges"]
+    source["tokenizer.ggml.merges"] = [m for m in merges if not m.startswith("\n")]
     return source
 
 
 def no_space_prefix():
-    return {**gguf_files.sentencepiece_vocabulary(), "tokenizer.ggml.add_space_prefix": False}
+    return {
+        **gguf_vocabularies.sentencepiece_vocabulary(),
+        "tokenizer.ggml.add_space_prefix": False,
+    }
 
 
 def fixture(_):
@@ -121,14 +133,20 @@ FILES = {
     **{f"smollm2 as {p}": smollm2_with(p) for p in ("gpt-2", "default", "llama-bpe", "qwen2")},
     **{f"tiny as {pre}": byte_level(pre) for pre in ("default", "llama-bpe", "qwen2")},
     "return and call": renaming(
-        lambda: gguf_files.byte_level_vocabulary("gpt-2"), "<|end|>", "<|return|>", "<|call|>"
+        lambda: gguf_vocabularies.byte_level_vocabulary("gpt-2"),
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
     ),
-    "end": renaming(lambda: gguf_files.byte_level_vocabulary("gpt-2"), "<|end|>", "<|return|>"),
+    "end": renaming(
+        lambda: gguf_vocabularies.byte_level_vocabulary("gpt-2"), "<|end|>", "<|return|>"
+    ),
     "markers typed normal": tiny(normal_markers),
-    "gemma4 with </s>": renaming(gguf_files.gemma4_vocabulary, "<unk>", "</s>"),
-    "sentencepiece": tiny(gguf_files.sentencepiece_vocabulary),
+    "gemma4 with </s>": renaming(gguf_vocabularies.gemma4_vocabulary, "<unk>", "</s>"),
+    "sentencepiece": tiny(gguf_vocabularies.sentencepiece_vocabulary),
     "sentencepiece without prefix": tiny(no_space_prefix),
-    "gemma4": tiny(gguf_files.gemma4_vocabulary),
+    "gemma4": tiny(gguf_vocabularies.gemma4_vocabulary),
+    "gemma4 without newline merges": tiny(gemma4_without_newline_merges),
     "gemma4 fixture": fixture,
 }
 
@@ -158,7 +176,7 @@ def test_probes_and_every_special_token(pair):
         check(tokenizer, runtime, text)
     tokens = file.metadata["tokenizer.ggml.tokens"]
     for token, kind in zip(tokens, file.metadata["tokenizer.ggml.token_type"], strict=True):
-        if kind not in (gguf_files.NORMAL, gguf_files.BYTE):
+        if kind not in (gguf_vocabularies.NORMAL, gguf_vocabularies.BYTE):
             check(tokenizer, runtime, f"a {token} b{token}{token}\n{token}")
 
 
@@ -225,14 +243,14 @@ def test_special_tokens_and_template(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1, 0)
     assert tokenizer.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.model_max_length == 2048
-    assert len(tokenizer) == gguf_files.VOCAB_SIZE
+    assert len(tokenizer) == gguf_vocabularies.VOCAB_SIZE
     ids = tokenizer.encode("a<|im_end|><think>b", add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>b"  # user-defined stays
 
 
 def test_missing_chat_template_is_none(tmp_path):
     """B13: whoever renders decides what to do without one; nothing is made up here."""
-    source = gguf_files.byte_level_vocabulary("smollm")
+    source = gguf_vocabularies.byte_level_vocabulary("smollm")
     del source["tokenizer.chat_template"]
     assert gguf_tokenizer(made(tmp_path, source)).chat_template is None
 
@@ -246,7 +264,7 @@ def test_bos_is_added_only_where_asked(tmp_path, asked):
 
 def test_gemma4_stop_ids(tmp_path):
     """Its file names one EOS; <turn|> and <|tool_response> are known by their text."""
-    file = made(tmp_path, gguf_files.gemma4_vocabulary())
+    file = made(tmp_path, gguf_vocabularies.gemma4_vocabulary())
     tokens = file.metadata["tokenizer.ggml.tokens"]
     stops = {tokens[i] for i in gguf_eos_ids(file)}
     assert stops == {"<eos>", "<turn|>", "<|tool_response>"}
@@ -287,15 +305,14 @@ def test_bad_vocabulary_is_named(tmp_path, name):
 
 
 def test_no_stop_token_at_all_is_refused(tmp_path):
-    tokens = [f"t{i}" for i in range(gguf_files.VOCAB_SIZE)]
+    tokens = [f"t{i}" for i in range(gguf_vocabularies.VOCAB_SIZE)]
     with pytest.raises(PipelineError, match="no end-of-generation token"):
         gguf_eos_ids(made(tmp_path, tokens=tokens, eos_token_id=None))
 
 
-def test_newline_tokens_without_merges_are_refused(tmp_path):
-    source = gguf_files.gemma4_vocabulary()
-    source["tokenizer.ggml.merges"] = [
-        m for m in source["tokenizer.ggml.merges"] if not m.startswith("\n")
-    ]
+def test_newline_tokens_that_merges_miss_are_refused(tmp_path):
+    source = gguf_vocabularies.gemma4_vocabulary()
+    merges = source["tokenizer.ggml.merges"]
+    source["tokenizer.ggml.merges"] = [m for m in merges if len(m) != 6 or m.strip("\n ")]
     with pytest.raises(PipelineError, match="do not lead to the token"):
         gguf_tokenizer(made(tmp_path, source))

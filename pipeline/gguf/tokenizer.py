@@ -188,13 +188,10 @@ def _gemma4(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """SentencePiece-like BPE: spaces as ▁, no word splitting but at runs of newlines."""
     index = _index(vocabulary)
     _require_byte_tokens(file, index)
-    tokenizer = Tokenizer(
-        models.BPE(vocab=index, merges=_known_merges(file, index), byte_fallback=True)
-    )
+    cuts, merges = _newline_runs(index, _known_merges(file, index))
+    tokenizer = Tokenizer(models.BPE(vocab=index, merges=merges, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), behavior="isolated")
-    # llama.cpp takes a run of newlines that is a token as a whole, without merging. Merges give
-    # the same as long as they lead to those tokens, as they do in the released vocabularies.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), behavior="isolated")
     for text in (t for t in vocabulary.tokens if not t.strip("\n")):
         if tokenizer.encode(text).ids != [index[text]]:
             raise PipelineError(
@@ -205,6 +202,23 @@ def _gemma4(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer, True
+
+
+def _newline_runs(
+    index: dict[str, int], merges: list[tuple[str, str]]
+) -> tuple[str, list[tuple[str, str]]]:
+    """Where to cut the text, and merges under which a run of newlines that is a token stays whole.
+
+    llama.cpp takes such a run without merging and merges the others. Files whose merges lead to
+    these tokens need nothing more. In files without newline merges, longer runs are single
+    newlines: they are cut up, and merges that join the shorter ones are added.
+    """
+    if any(not (a + b).strip("\n") for a, b in merges):
+        return r"[^\n]+|\n+", merges
+    longest = max((len(text) for text in index if not text.strip("\n")), default=1)
+    runs = ["\n" * n for n in range(1, longest + 1) if "\n" * n in index]
+    joins = [(a, b) for a in runs for b in runs if a + b in index]
+    return rf"[^\n]+|(?<!\n)\n{{1,{longest}}}(?!\n)|\n", merges + joins
 
 
 def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
