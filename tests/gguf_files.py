@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from gguf_vocabularies import VOCAB_SIZE, byte_level_vocabulary
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -23,16 +23,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-VOCAB_SIZE = 384
-CORPUS = [
-    "the quick brown fox don't jump over 1234 lazy dogs, they'll sleep  in the\n\n sun.",
-    "def add(a, b):\n    return a + b  # numbers 10 20 30\n\n\tx = {'key': [1, 2]}\n",
-    "déjà vu à la carte, 日本語の文章 日本語 と 日本, ¿qué? naïve café",
-] * 3
-CONTROLS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>"]
-# GGUF token types
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 class Contents(NamedTuple):
@@ -65,75 +55,6 @@ def write(path: Path, contents: Contents, change: Callable[[Contents], None] | N
     return path
 
 
-def _trained(pre: Any, normalizer: Any, alphabet: list[str], room: int) -> dict[str, Any]:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=room, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    import json
-
-    return json.loads(tokenizer.to_str())["model"]
-
-
-def byte_level_vocabulary(pre: str) -> dict[str, Any]:
-    """A GPT-2 style vocabulary with real merges; ids 0-5 are CONTROLS."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    model = _trained(split, None, alphabet, VOCAB_SIZE - len(CONTROLS) - 1)
-    learnt = sorted(model["vocab"], key=model["vocab"].get)
-    tokens = [*CONTROLS, *learnt, "<think>"]
-    types = [CONTROL] * len(CONTROLS) + [NORMAL] * len(learnt) + [USER_DEFINED]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": _padded(tokens, types),
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-    }
-
-
-def sentencepiece_vocabulary() -> dict[str, Any]:
-    """A Llama-2 style vocabulary: <unk> <s> </s>, 256 byte tokens, scored pieces."""
-    model = _trained(
-        pre_tokenizers.Metaspace(prepend_scheme="never"),
-        normalizers.Replace(" ", "▁"),
-        [],
-        VOCAB_SIZE - 260,
-    )
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    rank = {"".join(pair): i for i, pair in reversed(list(enumerate(model["merges"])))}
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces, "<|im_end|>"]
-    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(pieces) + [CONTROL]
-    scores = [0.0] * 259 + [-float(rank.get(p, 1000 + i)) for i, p in enumerate(pieces)] + [0.0]
-    tokens = _padded(tokens, types)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores + [-1e4] * (VOCAB_SIZE - len(scores)),
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
-
-
-def _padded(tokens: list[str], types: list[int]) -> list[str]:
-    while len(tokens) < VOCAB_SIZE:
-        tokens.append(f"<extra_{len(tokens)}>")
-        types.append(CONTROL)
-    assert len(tokens) == VOCAB_SIZE
-    return tokens
-
-
 def _randomise(model: PreTrainedModel) -> PreTrainedModel:
     """Weights large enough that a wrong one shows, norms and scales away from 1."""
     torch.manual_seed(0)
@@ -154,18 +75,17 @@ def _randomise(model: PreTrainedModel) -> PreTrainedModel:
 
 def tiny_llama(**settings: Any) -> PreTrainedModel:
     """4 heads, 2 KV heads, 3 layers, untied output."""
-    return _randomise(
-        LlamaForCausalLM(LlamaConfig(**_dense(tie_word_embeddings=False), **settings))
-    )
+    settings = {"tie_word_embeddings": False, **settings}
+    return _randomise(LlamaForCausalLM(LlamaConfig(**_dense(**settings))))
 
 
 def tiny_qwen2(**settings: Any) -> PreTrainedModel:
-    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(), **settings)))
+    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_dense(head_dim=16, **settings))))
 
 
 def tiny_qwen3(**settings: Any) -> PreTrainedModel:
     """The head size is not hidden / heads, as in Qwen3."""
-    return _randomise(Qwen3ForCausalLM(Qwen3Config(**_dense(head_dim=32), **settings)))
+    return _randomise(Qwen3ForCausalLM(Qwen3Config(**_dense(head_dim=32, **settings))))
 
 
 def _dense(**settings: Any) -> dict[str, Any]:
@@ -185,7 +105,7 @@ def _dense(**settings: Any) -> dict[str, Any]:
 
 
 def tiny_gemma4(**settings: Any) -> PreTrainedModel:
-    """9 layers (sliding, sliding, full) x 3, 3 of them KV-shared, two head sizes, per-layer input."""
+    """9 layers (sliding, sliding, full) x 3, 3 KV-shared, two head sizes, per-layer input."""
     config = {
         "vocab_size": VOCAB_SIZE,
         "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -209,7 +129,7 @@ def tiny_gemma4(**settings: Any) -> PreTrainedModel:
 
 
 def tiny_gemma4_moe() -> PreTrainedModel:
-    """The 26B-A4B's shape: experts, V computed from K, fewer KV heads on full layers, no sharing."""
+    """As the 26B-A4B: experts, V computed from K, fewer KV heads on full layers, no sharing."""
     return tiny_gemma4(
         enable_moe_block=True,
         num_experts=4,

@@ -1,5 +1,6 @@
 """Hostile, cut and split GGUF files: one clear message each, before anything large is allocated."""
 
+import contextlib
 import struct
 import time
 import tracemalloc
@@ -185,10 +186,8 @@ def test_flipped_bytes_give_a_file_or_a_pipeline_error(tmp_path, data):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path / "x.gguf"
     path.write_bytes(raw)
-    try:
+    with contextlib.suppress(PipelineError):
         read_gguf(path)
-    except PipelineError:
-        pass
 
 
 VALUES = st.one_of(

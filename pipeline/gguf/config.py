@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
@@ -37,7 +38,14 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
             f"{', '.join(sorted(_BUILDERS))} are (or use --backend llamacpp)"
         )
     keys = Keys(file)
-    config = builder(keys, _common(keys))
+    common = _common(keys)
+    try:
+        config = builder(keys, common)
+    except (ArithmeticError, StrictDataclassError, TypeError, ValueError) as error:
+        raise PipelineError(
+            f"{file.path}: transformers refuses the sizes of this {file.architecture} model: "
+            f"{' '.join(str(error).split())}"
+        ) from None
     keys.finish()
     return config
 
@@ -72,9 +80,9 @@ def _common(keys: Keys) -> dict[str, Any]:
     return {
         "vocab_size": rows,
         "num_hidden_layers": layers,
-        "hidden_size": keys.integer("embedding_length"),
+        "hidden_size": keys.length("embedding_length"),
         "num_attention_heads": keys.same("attention.head_count", layers),
-        "max_position_embeddings": keys.integer("context_length"),
+        "max_position_embeddings": keys.length("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": vocabulary.bos_id,
@@ -165,7 +173,7 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> PreTrainedConfig:
         global_head_dim=full_dim,
         layer_types=["sliding_attention" if s else "full_attention" for s in sliding],
         num_kv_shared_layers=shared,
-        sliding_window=keys.integer("attention.sliding_window"),
+        sliding_window=keys.length("attention.sliding_window"),
         hidden_size_per_layer_input=per_layer,
         vocab_size_per_layer_input=common["vocab_size"],
         final_logit_softcapping=(

@@ -44,6 +44,13 @@ class Keys:
             raise self.fail(key, f"is {value!r}; a non-negative integer is expected")
         return value
 
+    def length(self, key: str) -> int:
+        """A positive integer that must be given."""
+        value = self.integer(key)
+        if value == 0:
+            raise self.fail(key, "is 0; a positive integer is expected")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite positive number, shortened to the decimal that a float32 stands for.
 

@@ -1,5 +1,6 @@
 """GGUF vocabulary -> a transformers tokenizer that gives llama.cpp's own token ids."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,34 +156,75 @@ def _byte_level(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
         [
             *(pre_tokenizers.Split(Regex(p), behavior="isolated") for p in pre.patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *_drop_missing_bytes(index),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.add_bos
 
 
+def _drop_missing_bytes(index: dict[str, int]) -> list[pre_tokenizers.PreTokenizer]:
+    """Bytes without a token (SmolLM2 has some) vanish, but nothing merges across them.
+
+    tokenizers alone would drop them before merging, and the neighbours would merge.
+    """
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - index.keys())
+    if not missing:
+        return []
+    pattern = "|".join(re.escape(character) for character in missing)
+    return [pre_tokenizers.Split(Regex(pattern), behavior="removed")]
+
+
+def _require_byte_tokens(file: GGUFFile, index: dict[str, int]) -> None:
+    missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in index]
+    if missing:
+        raise PipelineError(
+            f"{file.path}: tokenizer.ggml.tokens lacks {len(missing)} of the 256 byte tokens, "
+            f"such as {missing[0]}; convert the model again"
+        )
+
+
 def _gemma4(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """SentencePiece-like BPE: spaces as ▁, no word splitting but at runs of newlines."""
     index = _index(vocabulary)
-    tokenizer = Tokenizer(
-        models.BPE(vocab=index, merges=_known_merges(file, index), byte_fallback=True)
-    )
+    _require_byte_tokens(file, index)
+    cuts, merges = _newline_runs(index, _known_merges(file, index))
+    tokenizer = Tokenizer(models.BPE(vocab=index, merges=merges, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), behavior="isolated")
+    for text in (t for t in vocabulary.tokens if not t.strip("\n")):
+        if tokenizer.encode(text).ids != [index[text]]:
+            raise PipelineError(
+                f"{file.path}: tokenizer.ggml.merges do not lead to the token {text!r}; "
+                "convert the model again"
+            )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer, True
 
 
+def _newline_runs(
+    index: dict[str, int], merges: list[tuple[str, str]]
+) -> tuple[str, list[tuple[str, str]]]:
+    """Where to cut the text, and merges under which a run of newlines that is a token stays whole.
+
+    llama.cpp takes such a run without merging and merges the others. Files whose merges lead to
+    these tokens need nothing more. In files without newline merges, longer runs are single
+    newlines: they are cut up, and merges that join the shorter ones are added.
+    """
+    if any(not (a + b).strip("\n") for a, b in merges):
+        return r"[^\n]+|\n+", merges
+    longest = max((len(text) for text in index if not text.strip("\n")), default=1)
+    runs = ["\n" * n for n in range(1, longest + 1) if "\n" * n in index]
+    joins = [(a, b) for a in runs for b in runs if a + b in index]
+    return rf"[^\n]+|(?<!\n)\n{{1,{longest}}}(?!\n)|\n", merges + joins
+
+
 def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """SentencePiece BPE: the pair whose union scores best merges first; unknown bytes as <0xXX>."""
     index = _index(vocabulary)
-    missing = [b for b in range(256) if f"<0x{b:02X}>" not in index]
-    if missing:
-        raise PipelineError(
-            f"{file.path}: tokenizer.ggml.tokens lacks the byte token <0x{missing[0]:02X}>"
-        )
+    _require_byte_tokens(file, index)
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     if file.metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
         raise PipelineError(

@@ -14,7 +14,7 @@ from pipeline.gguf.memory import check_memory
 from pipeline.gguf.reader import GGUFFile
 from pipeline.gguf.rope import ROPE_FREQS
 
-_CHUNK = 1 << 22  # elements dequantised at a time: 16 MiB as float32
+_CHUNK = 1 << 20  # elements dequantised at a time: 4 MiB as float32, which stays in cache
 # Scales that a file names after the tensor they belong to: model suffix -> that tensor
 _SCALES = {
     ".router.scale": ".router.proj",
@@ -26,15 +26,14 @@ _DEAD_KV = re.compile(r"^blk\.(\d+)\.attn_(k|v|k_norm)\.weight$")
 def load_gguf_model(file: GGUFFile, *, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """Build the model of a GGUF file with its weights dequantised to `dtype` on `device`.
 
-    The model is in eval mode and needs no gradients. At most one copy of the weights and 16 MiB
-    are in memory. Every tensor of the file is used or known to be redundant, and every parameter
-    and persistent buffer is filled from a tensor of exactly its shape.
+    The model is in eval mode and needs no gradients. Never more than one copy of the weights is
+    in memory. Every tensor of the file is used or known to be redundant, and every parameter and
+    persistent buffer is filled from a tensor of exactly its shape.
 
     Raises PipelineError naming the tensor or key otherwise, and when memory is too small.
     """
     config = gguf_config(file)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _build(file, config, dtype)
     targets = dict(_targets(model))
     names = _tensor_names(file, config, targets)
     _check_tensors(file, config, targets, names)
@@ -45,8 +44,19 @@ def load_gguf_model(file: GGUFFile, *, dtype: torch.dtype, device: str = "cpu") 
         _replace(model, name, value.to(device))
     model.tie_weights()
     _fill_derived_buffers(model, torch.device(device))
-    model.requires_grad_(False)
     return model.eval()
+
+
+def _build(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without any weights: meta tensors take no memory whatever sizes the file claims."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise PipelineError(
+            f"{file.path}: transformers cannot build a {file.architecture} model of these sizes: "
+            f"{' '.join(str(error).split())}"
+        ) from None
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +107,8 @@ def _check_tensors(
         if info.shape != tuple(target.shape):
             raise PipelineError(
                 f"{file.path}: the tensor {names[name]} has shape {list(info.shape)} but "
-                f"{name} of the model needs {list(target.shape)}"
+                f"{name} of the model needs {list(target.shape)}; the file or its "
+                "general.architecture is wrong"
             )
     left = set(file.tensors) - set(names.values()) - {ROPE_FREQS}
     first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
