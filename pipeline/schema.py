@@ -7,6 +7,7 @@ fixes both for one target model and gives the layout of a run's shards. No torch
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -84,9 +85,12 @@ class BoundColumn:
         if not self.shape:
             return 0
         size = {"bfloat16": 2, "float16": 2, "uint8": 1}.get(self.dtype, 4)
-        for axis in self.shape[1:]:
-            size *= cast(int, axis)
-        return size
+        return size * math.prod(self.inner_shape)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """The fixed axes after T."""
+        return cast(tuple[int, ...], self.shape[1:])
 
     def hf_feature(self) -> Any:
         """The `datasets` feature: a Value, a List, or a shaped Array2D / Array3D."""

@@ -12,50 +12,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pipeline.geometry import Geometry, SharedKV
+
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "Geometry",
+    "Int32Array",
+    "PositionedRow",
+    "Prompt",
+    "RowOutput",
+    "Sampling",
+    "SharedKV",
+    "TargetModel",
+    "TeacherRows",
+]
+
 Int32Array = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "length", "given"]
-
-# RoPE variants whose frequencies depend on the largest position seen: a shift changes every
-# position of the row, so no shift is possible there.
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedKV:
-    """The K/V that one attention type shares: layer is the 0-based block that computes it."""
-
-    layer: int
-    kv_heads: int
-    head_dim: int
-    rope_type: str  # transformers' name: default, linear, llama3, yarn, proportional, …
-    rope_theta: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """Sizes of a target model, all read from its own files.
-
-    shared_kv: attention type ("sliding", "full") -> the last non-shared layer of that type.
-        Only the types the model has; a Llama has "full" alone, from its last layer.
-    context_length: tokens; absolute positions stay below it.
-    hidden_dtype, kv_dtype: logical dtype of hidden states and of K/V as captured.
-    """
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    context_length: int
-    sliding_window: int | None
-    logit_softcap: float | None
-    shared_kv: Mapping[str, SharedKV]
-    hidden_dtype: str
-    kv_dtype: str
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether a uniform position shift leaves the frequencies as they are."""
-        return all(kv.rope_type not in LENGTH_DEPENDENT_ROPE for kv in self.shared_kv.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,316 @@
+"""Conversations to token ids, without ever tokenising generated text again.
+
+The chat template is rendered with a placeholder where each answer goes and cut there. The fixed
+texts between answers (segments) are tokenised one by one; answers stay the ids they are.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import PipelineError, RowReject
+from pipeline.prompts import Message
+
+Int32Array = npt.NDArray[np.int32]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+class GivenRow(NamedTuple):
+    """ids: int32 [T]; loss_mask: uint8 [T], 1 on answers and their end-of-turn tokens."""
+
+    ids: Int32Array
+    loss_mask: UInt8Array
+
+
+class Layout(NamedTuple):
+    """A rendering cut at its answers: segment 0, answer 0, segment 1, … as printed.
+
+    There is one segment more than there are answers; the last may be empty.
+    """
+
+    segments: list[str]
+    answers: list[str]
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template, in jinja2's immutable sandbox.
+
+    Attributes:
+        template: the template's source, for the run's fingerprint.
+        eos_ids: every id that ends an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        """
+        tokenizer: a transformers.PreTrainedTokenizerFast.
+        template: a chat template to use in place of the tokenizer's own.
+        template_args: further names the template reads (enable_thinking, date_string, …).
+        eos_ids: the target model's end ids, besides the tokenizer's `eos_token_id`.
+
+        Raises PipelineError: no template, one that does not compile, breaks out of the sandbox,
+        reads the clock or prints two BOS; a tokenizer that adds a space before each text.
+        """
+        self._tokenizer = tokenizer
+        try:
+            self.template: str = tokenizer.get_chat_template(template)
+        except ValueError:
+            raise PipelineError(
+                "The tokenizer has no chat template (or several and no default); pass the "
+                "template that the target model was trained with"
+            ) from None
+        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.eos_ids = frozenset(eos_ids) | frozenset(own)
+        # A template that prints today's date would give another prompt tomorrow, and a resumed
+        # run other rows than its first half. A name that cannot be called stands in its way.
+        self._args = {"strftime_now": None, **(template_args or {})}
+        added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+        self._control_ids = frozenset(
+            i for i, token in added.items() if token.special or self._is_markup(token.content)
+        )
+        self._try_out()
+
+    def _is_markup(self, token: str) -> bool:
+        """Whether an ordinary added token is part of the template's markup, such as <think>.
+
+        Others are plain vocabulary (Gemma adds line breaks and HTML tags) and may be typed.
+        """
+        return token.startswith(("<", "[")) and token in self.template
+
+    def _try_out(self) -> None:
+        """Raise on the first use what would otherwise be raised on every row."""
+        try:
+            self._render([Message("user", "Hello")], generate=True)
+        except RowReject as reject:
+            # A template may well refuse this one conversation, but not for these reasons.
+            if "strftime_now" in self.template and "not callable" in reject.detail:
+                raise PipelineError(
+                    "The chat template prints today's date, so a run could not be repeated; "
+                    "fix the date through template_args (Llama: date_string='26 Jul 2024')"
+                ) from None
+        letter = self.encode("a").tolist()
+        if self.encode("b\na").tolist()[-len(letter) :] != letter:
+            raise PipelineError(
+                "This tokenizer puts a space before each text it is given, so a conversation "
+                "cannot be tokenised piece by piece; such tokenizers are not supported"
+            )
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids of a text, int32 [n]; special tokens in it count, none are added."""
+        encoding = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            truncation=False,
+            padding=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return np.asarray(encoding["input_ids"], dtype=np.int32)
+
+    def prompt_segments(self, messages: Sequence[Message]) -> list[str]:
+        """The fixed texts before each answer, one for each user turn; given answers are dropped.
+
+        Segment 0 runs through the generation header of the first user turn; segment i from the
+        end of answer i-1's content, so it starts with the end-of-turn text, through the next
+        generation header.
+
+        Raises RowReject: template_refused, template_drops_text, history_changes, control_token.
+        """
+        history = _up_to_last_user(messages)
+        self._check_control([message for message in history if message.role != "assistant"])
+        history = _with_marks(history, roles={"assistant"})
+        marks = [message.content for message in history if message.role == "assistant"]
+        segments = self._lay_out(history, generate=True).segments
+        users = [index for index, message in enumerate(history) if message.role == "user"]
+        for count, end in enumerate(users[:-1]):
+            shorter = self._render(history[: end + 1], generate=True)
+            if shorter != _interleave(segments[: count + 1], marks[:count]):
+                detail = f"the first {end + 1} turns are printed differently when turns follow"
+                raise RowReject("history_changes", detail)
+        return segments
+
+    def last_prompt(self, messages: Sequence[Message]) -> Layout:
+        """What precedes the answer to the last user turn: n segments, n-1 given answers.
+
+        Raises RowReject: template_refused, template_drops_text, control_token.
+        """
+        history = _up_to_last_user(messages)
+        self._check_control(history)
+        return self._lay_out(history, generate=True)
+
+    def given_row(self, messages: Sequence[Message]) -> GivenRow:
+        """A whole conversation as it is given, with the loss on its assistant turns.
+
+        ids decode to the template's rendering of the conversation. loss_mask is 1 on each answer
+        and on the end-of-turn token (one of `eos_ids`) right after it, 0 elsewhere: an empty
+        thought that the template puts before an answer is template text.
+
+        Raises RowReject: no_assistant_turn, answers_touch, template_refused,
+        template_drops_text, control_token.
+        """
+        if all(message.role != "assistant" for message in messages):
+            raise RowReject("no_assistant_turn", "nothing was answered in this conversation")
+        self._check_control(messages)
+        return self._join(*self._lay_out(messages, generate=False))
+
+    def _join(self, segments: Sequence[str], answers: Sequence[str]) -> GivenRow:
+        pieces = [self.encode(segments[0])]
+        masks = [np.zeros(len(pieces[0]), dtype=np.uint8)]
+        for index, (answer, segment) in enumerate(zip(answers, segments[1:], strict=True)):
+            answer_ids, fixed_ids = self.encode(answer), self.encode(segment)
+            fixed_mask = np.zeros(len(fixed_ids), dtype=np.uint8)
+            if len(fixed_ids) and int(fixed_ids[0]) in self.eos_ids:
+                fixed_mask[0] = 1
+            if index + 1 < len(answers) and (len(fixed_mask) == 0 or fixed_mask.all()):
+                raise RowReject("answers_touch", f"no template text after answer {index}")
+            pieces += [answer_ids, fixed_ids]
+            masks += [np.ones(len(answer_ids), dtype=np.uint8), fixed_mask]
+        return GivenRow(np.concatenate(pieces), np.concatenate(masks))
+
+    def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """The template's text. Raises RowReject template_refused; PipelineError if hostile."""
+        chat = [{"role": role, "content": content} for role, content in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=generate,
+                chat_template=self.template,
+                **self._args,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise PipelineError(
+                f"The chat template does not compile (line {error.lineno}): {error.message}"
+            ) from None
+        except jinja2.exceptions.SecurityError as error:
+            raise PipelineError(
+                f"The chat template tries to leave its sandbox ({error}); do not use this file"
+            ) from None
+        except Exception as error:  # a template can raise what any expression can
+            raise RowReject("template_refused", f"{type(error).__name__}: {error}") from None
+        bos = self._tokenizer.bos_token
+        if bos and text.startswith(bos + bos):
+            raise PipelineError(
+                f"The chat template prints {bos!r} twice at the start; remove one from it"
+            )
+        return text
+
+    def _check_control(self, messages: Sequence[Message]) -> None:
+        """Raise RowReject control_token where a text would be read as the template's markup."""
+        unknown = self._tokenizer.unk_token_id
+        for role, content in messages:
+            for token_id in sorted(self._control_ids.intersection(self.encode(content).tolist())):
+                token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+                # The id for unknown characters also comes from ordinary text.
+                if token_id != unknown or token in content:
+                    raise RowReject("control_token", f"a {role} turn contains {token!r}")
+
+    def _lay_out(self, messages: Sequence[Message], *, generate: bool) -> Layout:
+        """Find each turn's text in the rendering, so that nothing is lost, added or rewritten.
+
+        The template is rendered twice: with a placeholder for every content, which gives the
+        fixed texts, and with the contents. The second must be the first with each content
+        filled in, as it is or stripped.
+        """
+        pieces = self._fixed_pieces(messages, generate=generate)
+        text = self._render(messages, generate=generate)
+        layout = Layout([""], [])
+        position = 0
+        for (fixed, turn), (following, _) in pairwise([*pieces, ("", -1)]):
+            if not text.startswith(fixed, position):
+                raise RowReject("template_drops_text", "the text of a turn changes others' text")
+            position += len(fixed)
+            layout.segments[-1] += fixed
+            if turn < 0:
+                break
+            role, content = messages[turn]
+            printed = _printed_form(content, text, position, following)
+            if printed is None:
+                detail = f"turn {turn} ({role}) is not printed as it is, nor stripped"
+                raise RowReject("template_drops_text", detail)
+            position += len(printed)
+            if role == "assistant":
+                layout.answers.append(printed)
+                layout.segments.append("")
+            else:
+                layout.segments[-1] += printed
+        if position != len(text):
+            raise RowReject("template_drops_text", "the template adds text after the last turn")
+        return layout
+
+    def _fixed_pieces(
+        self, messages: Sequence[Message], *, generate: bool
+    ) -> list[tuple[str, int]]:
+        """The fixed texts in printed order, each with the turn that follows it; -1 at the end.
+
+        Printed order need not be the turns' order: some templates move the system turn.
+        """
+        marked = _with_marks(messages, roles={"system", "user", "assistant"})
+        text = self._render(marked, generate=generate)
+        for turn, (role, mark) in enumerate(marked):
+            if (count := text.count(mark)) != 1:
+                detail = f"turn {turn} ({role}) is printed {count} times"
+                raise RowReject("template_drops_text", detail)
+        order = sorted(range(len(marked)), key=lambda turn: text.index(marked[turn].content))
+        answers = [turn for turn in order if marked[turn].role == "assistant"]
+        if answers != sorted(answers):
+            raise RowReject("template_drops_text", "the answers are printed in another order")
+        pieces, position = [], 0
+        for turn in order:
+            start = text.index(marked[turn].content)
+            pieces.append((text[position:start], turn))
+            position = start + len(marked[turn].content)
+        return [*pieces, (text[position:], -1)]
+
+
+def _up_to_last_user(messages: Sequence[Message]) -> list[Message]:
+    users = [index for index, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise ValueError("a conversation needs a user turn; prompts.py rejects others")
+    return list(messages[: users[-1] + 1])
+
+
+def _with_marks(messages: Sequence[Message], *, roles: Collection[str]) -> list[Message]:
+    """The turns of these roles get a placeholder: letters only, found in no turn's text.
+
+    Letters survive every template's stripping and quoting.
+    """
+    texts = "\0".join(content for _, content in messages)
+    salt = 0
+    while True:
+        marks = [_mark(f"{salt} {turn} {texts}") for turn in range(len(messages))]
+        if not any(mark in texts for mark in marks):
+            break
+        salt += 1
+    return [
+        Message(role, mark if role in roles else content)
+        for (role, content), mark in zip(messages, marks, strict=True)
+    ]
+
+
+def _mark(seed: str) -> str:
+    digest = hashlib.sha256(seed.encode()).digest()
+    return "Q" + "".join(chr(ord("a") + byte % 26) for byte in digest)
+
+
+def _printed_form(content: str, text: str, position: int, following: str) -> str | None:
+    """How a content stands at a position of the text: as it is or stripped; None if neither."""
+    for form in (content, content.strip(), content.lstrip(), content.rstrip()):
+        if text.startswith(form, position) and text.startswith(following, position + len(form)):
+            return form
+    return None
+
+
+def _interleave(segments: Sequence[str], answers: Sequence[str]) -> str:
+    return "".join(a + b for a, b in zip(segments, [*answers, ""], strict=True))

@@ -1,0 +1,352 @@
+"""The transformers backend: geometry, generation and the one forward pass features come from.
+
+K and V are taken where every transformers model hands them to its attention function: K after
+k_norm and RoPE, V after v_norm, all T rows whatever the window. That is the same for all
+architectures and equals `return_shared_kv_states` of Gemma-4 (tests/test_parity_hf.py).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from pipeline.errors import PipelineError
+from pipeline.features import exact_top_k, teacher_rows
+from pipeline.models.base import (
+    Generation,
+    Geometry,
+    PositionedRow,
+    Prompt,
+    RowOutput,
+    Sampling,
+    SharedKV,
+    TeacherRows,
+)
+from pipeline.models.sampling import RowSampler
+
+ATTENTION = "sdpa_recording"
+# Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
+LOGITS_BYTES = 64 * 2**20
+GENERATE_ROWS = 32  # rows that decode together
+ATTENTION_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+def _recording_attention(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> Any:
+    record: Callable[[torch.Tensor, torch.Tensor], None] | None
+    if (record := getattr(module, "record_kv", None)) is not None:
+        record(key, value)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, _recording_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def meta_model(config: Any) -> Any:
+    """The model a config describes, without memory for its weights.
+
+    Raises PipelineError where the architecture is not a causal language model we can read.
+    """
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, ImportError) as error:
+        raise PipelineError(f"cannot build a {config.model_type} model: {error}") from error
+
+
+def geometry_of(model: Any) -> Geometry:
+    """Read the geometry from a model (on any device, meta too).
+
+    Head sizes come from the layers' own modules: `config.head_dim` means nothing where layers
+    differ. Raises PipelineError for attention that this pipeline does not know.
+    """
+    config = model.config
+    layers = _decoder_layers(model)
+    types = _layer_types(config, len(layers))
+    if getattr(config, "attn_logit_softcapping", None):
+        raise PipelineError(f"{config.model_type}: soft-capped attention scores are not supported")
+    own_kv = len(layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+    shared_kv = {}
+    for kind in ("sliding", "full"):
+        indices = [i for i in range(own_kv) if types[i] == kind]
+        if indices:
+            attention = layers[indices[-1]].self_attn
+            rope = _rope_parameters(config, kind)
+            shared_kv[kind] = SharedKV(
+                layer=indices[-1],
+                kv_heads=attention.k_proj.out_features // attention.head_dim,
+                head_dim=int(attention.head_dim),
+                rope_type=rope["rope_type"],
+                rope_theta=float(rope["rope_theta"]),
+            )
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Geometry(
+        architecture=config.model_type,
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        sliding_window=config.sliding_window if "sliding" in types else None,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        shared_kv=shared_kv,
+        hidden_dtype=dtype,
+        kv_dtype=dtype,
+    )
+
+
+class TransformersTarget:
+    """A loaded causal language model behind the `TargetModel` protocol."""
+
+    backend = "transformers"
+
+    def __init__(self, model: Any, *, eos_ids: frozenset[int]) -> None:
+        """model: loaded, on its device, in eval mode. Raises PipelineError if its logits are not
+        lm_head of the final norm plus a soft-cap, which `forward` relies on."""
+        self.backend_version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        self.model = model
+        self.model.set_attn_implementation(ATTENTION)
+        self.geometry = geometry_of(model)
+        self.eos_ids = eos_ids
+        self.device = next(model.parameters()).device
+        self._kv: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._record = False
+        for kind, kv in self.geometry.shared_kv.items():
+            _decoder_layers(model)[kv.layer].self_attn.record_kv = self._recorder(kind)
+        parameters = inspect.signature(model.base_model.forward).parameters
+        # Renamed in transformers 5.24; the old name goes in 5.40.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._check_logits()
+
+    def _recorder(self, kind: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def record(key: torch.Tensor, value: torch.Tensor) -> None:
+            if self._record:
+                self._kv[kind] = (key, value)
+
+        return record
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        ids = torch.arange(1, 6, device=self.device)[None] % self.geometry.vocab_size
+        expected = self.model(input_ids=ids, use_cache=False).logits[0]
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        if not torch.equal(self._logits(hidden), expected):
+            raise PipelineError(
+                f"{self.geometry.architecture}: logits are not lm_head(final norm) with a "
+                "soft-cap; this architecture is not supported"
+            )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D] -> logits [N, V] after the soft-cap, in the arithmetic of the model."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        if (cap := self.geometry.logit_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Sequence[PositionedRow], *, top_k: int, block_layers: Sequence[int] = ()
+    ) -> list[RowOutput]:
+        """One pass over a right-padded micro-batch; see `TargetModel.forward`.
+
+        Where RoPE depends on the longest row, rows run one by one.
+        """
+        if not self.geometry.can_shift and len(rows) > 1:
+            return [self.forward([row], top_k=top_k, block_layers=block_layers)[0] for row in rows]
+        lengths = [len(row.ids) for row in rows]
+        width = max(lengths)
+        ids = torch.zeros((len(rows), width), dtype=torch.long)
+        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        for b, row in enumerate(rows):
+            ids[b, : lengths[b]] = torch.tensor(row.ids)
+            mask[b, : lengths[b]] = 1
+        offsets = torch.tensor([row.offset for row in rows])
+        positions = offsets[:, None] + torch.arange(width)
+        blocks: dict[int, torch.Tensor] = {}
+        hooks = [
+            _decoder_layers(self.model)[i].register_forward_hook(_keep_output(blocks, i))
+            for i in block_layers
+        ]
+        self._kv.clear()
+        self._record = True
+        try:
+            hidden = self.model.base_model(
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                position_ids=positions.to(self.device),
+                use_cache=False,
+            ).last_hidden_state  # [B, T, D]
+        finally:
+            self._record = False
+            for hook in hooks:
+                hook.remove()
+        teacher = self._teacher_rows(hidden, ids, mask, top_k)
+        outputs = [
+            RowOutput(
+                final_hidden=hidden[b, :length].cpu(),
+                shared_kv={
+                    kind: (_token_major(key[b], length), _token_major(value[b], length))
+                    for kind, (key, value) in self._kv.items()
+                },
+                teacher=teacher[b],
+                block_hidden={i: block[b, :length].cpu() for i, block in blocks.items()},
+            )
+            for b, length in enumerate(lengths)
+        ]
+        self._kv.clear()
+        return outputs
+
+    def _teacher_rows(
+        self, hidden: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, top_k: int
+    ) -> list[TeacherRows]:
+        """hidden [B, T, D] -> teacher rows of each row's own tokens, lm_head chunk by chunk."""
+        real = mask.bool()
+        flat = hidden[real.to(self.device)]  # [N, D], row by row
+        # x_{t+1} of every token; the last token of a row has none: id 0 there, dropped below.
+        following = torch.roll(ids, -1, dims=1)[real].to(self.device)
+        chunk = max(1, LOGITS_BYTES // (4 * self.geometry.vocab_size))
+        parts = [
+            [
+                part.cpu()
+                for part in teacher_rows(
+                    self._logits(flat[i : i + chunk]), following[i : i + chunk], top_k
+                )
+            ]
+            for i in range(0, len(flat), chunk)
+        ]
+        top_ids, top_logprobs, tail, next_logprobs = (
+            torch.cat(column) for column in zip(*parts, strict=True)
+        )
+        rows = []
+        start = 0
+        for length in mask.sum(dim=1).tolist():
+            piece = slice(start, start + length)
+            token_logprobs = torch.zeros(length)
+            token_logprobs[1:] = next_logprobs[piece][:-1]
+            rows.append(
+                TeacherRows(top_ids[piece], top_logprobs[piece], tail[piece], token_logprobs)
+            )
+            start += length
+        return rows
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+        """Answer each prompt; like lengths decode together, finished rows leave at once.
+
+        Raises ValueError for a prompt that leaves no room in the context.
+        """
+        for prompt in prompts:
+            if not 0 < len(prompt.ids) < self.geometry.context_length:
+                raise ValueError(
+                    f"prompt of {len(prompt.ids)} tokens, context {self.geometry.context_length}"
+                )
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        answers: dict[int, Generation] = {}
+        for start in range(0, len(order), GENERATE_ROWS):
+            batch = order[start : start + GENERATE_ROWS]
+            done = self._generate_batch([prompts[i] for i in batch], sampling)
+            answers.update(zip(batch, done, strict=True))
+        return [answers[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
+        samplers = [RowSampler(prompt.seed, sampling) for prompt in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
+        finished: dict[int, Generation] = {}
+        limits = [
+            min(sampling.max_new_tokens, self.geometry.context_length - len(prompt.ids))
+            for prompt in prompts
+        ]
+        ids, mask = _left_pad([prompt.ids for prompt in prompts])
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        cache = DynamicCache(config=self.model.config)
+        active = list(range(len(prompts)))
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        while active:
+            hidden = self.model.base_model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_argument: cache},
+            ).last_hidden_state[:, -1]
+            chosen = self._choose(self._logits(hidden), [samplers[i] for i in active], sampling)
+            stay = []
+            for slot, (i, token) in enumerate(zip(active, chosen, strict=True)):
+                answers[i].append(token)
+                if token in self.eos_ids:
+                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), "stop")
+                elif len(answers[i]) >= limits[i]:
+                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), "length")
+                else:
+                    stay.append(slot)
+            if len(stay) < len(active):
+                keep = torch.tensor(stay, dtype=torch.long, device=self.device)
+                cache.batch_select_indices(keep)
+                mask, positions = mask[keep], positions[keep]
+            ids = torch.tensor([[chosen[slot]] for slot in stay], device=self.device)
+            active = [active[slot] for slot in stay]
+            mask = torch.cat([mask, mask.new_ones((len(stay), 1))], dim=1)
+            positions = positions[:, -1:] + 1
+        return [finished[i] for i in range(len(prompts))]
+
+    def _choose(
+        self, logits: torch.Tensor, samplers: Sequence[RowSampler], sampling: Sampling
+    ) -> list[int]:
+        if sampling.temperature == 0:  # the arg-max of the teacher row, ties to the lower id
+            greedy: list[int] = exact_top_k(logits.float(), 1)[1][:, 0].tolist()
+            return greedy
+        rows = logits.float().cpu().numpy()
+        return [sampler(row) for sampler, row in zip(samplers, rows, strict=True)]
+
+
+def _decoder_layers(model: Any) -> Any:
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or not hasattr(layers[0], "self_attn"):
+        raise PipelineError(f"{model.config.model_type}: not a decoder-only model we can read")
+    return layers
+
+
+def _layer_types(config: Any, count: int) -> list[str]:
+    """Attention type of each layer, in our words; refuses what is neither full nor sliding."""
+    names = getattr(config, "layer_types", None)
+    if names is None:  # one kind for all, as Mistral
+        window = getattr(config, "sliding_window", None)
+        names = ["sliding_attention" if window else "full_attention"] * count
+    unknown = sorted(set(names) - set(ATTENTION_TYPES))
+    if unknown:
+        raise PipelineError(f"{config.model_type}: attention type {unknown[0]!r} is not supported")
+    return [ATTENTION_TYPES[name] for name in names]
+
+
+def _rope_parameters(config: Any, kind: str) -> Mapping[str, Any]:
+    rope = config.rope_parameters
+    return rope.get(f"{kind}_attention", rope) if isinstance(rope, Mapping) else {}
+
+
+def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
+    def hook(_module: Any, _inputs: Any, output: Any) -> None:
+        store[layer] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _token_major(heads_first: torch.Tensor, length: int) -> torch.Tensor:
+    """[H, T, C] with padding -> [length, H, C] on the CPU."""
+    return heads_first[:, :length].transpose(0, 1).contiguous().cpu()
+
+
+def _left_pad(prompts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(ids) for ids in prompts)
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for b, prompt in enumerate(prompts):
+        ids[b, width - len(prompt) :] = torch.tensor(prompt)
+        mask[b, width - len(prompt) :] = 1
+    return ids, mask

@@ -1,0 +1,300 @@
+"""A run from settings to finished folder; who executes the tasks is the caller's business.
+
+`start` plans, `run.rollout_tasks` and `run.shard_tasks` say what is left to do, a `Worker` does
+one task, and `run.finish` writes what ties the folder together. jobs/extract_mtp.py spreads the
+tasks over Ray actors; `run_here` executes them in this process.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import pipeline
+from pipeline.card import dataset_card
+from pipeline.chat import ChatRenderer
+from pipeline.errors import PipelineError
+from pipeline.extract import ShardTask, extract_shard
+from pipeline.geometry import Geometry, feature_layout
+from pipeline.manifest import MANIFEST_VERSION, Commit, Reject, RunFolder
+from pipeline.models.load import (
+    find_target,
+    load_eos_ids,
+    load_geometry,
+    load_target,
+    load_tokenizer,
+)
+from pipeline.plan import Plan, fingerprint_fields, make_plan, plan_shards
+from pipeline.rollout import RolloutTask, roll_out_part, sampling_of
+from pipeline.schema import Layout, bind, load_schema
+from pipeline.settings import Settings
+
+Task = RolloutTask | ShardTask
+# Takes tasks, yields each one's record as it is committed, in any order.
+Executor = Callable[[list[Task]], Iterator[Commit]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """All a worker needs to start; small, since it travels to every actor."""
+
+    settings: Settings
+    geometry: Geometry
+    eos_ids: frozenset[int]
+    fingerprint: str
+
+    @property
+    def layout(self) -> Layout:
+        return feature_layout(
+            self.geometry,
+            self.settings.features.split(","),
+            top_k=self.settings.topk,
+            depth=self.settings.depth,
+        )
+
+    @property
+    def footer(self) -> dict[str, Any]:
+        """What every Parquet footer of the run says."""
+        return {
+            "fingerprint": self.fingerprint,
+            "geometry": self.geometry.as_dict(),
+            "features": self.settings.features,
+            "top_k": self.settings.topk,
+            "depth": self.settings.depth,
+        }
+
+
+def rollout_layout() -> Layout:
+    return bind([load_schema("rollout")], sizes={}, dtypes={}, layer_metadata={})
+
+
+def versions() -> dict[str, str]:
+    """What must agree between driver and workers, since it can change the bytes."""
+    return {
+        "pipeline": pipeline.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+class Worker:
+    """Loads the target model once and executes tasks one at a time."""
+
+    def __init__(self, spec: WorkerSpec, device: str) -> None:
+        """device: cpu, cuda, or cuda:N. Raises PipelineError if the model cannot be loaded."""
+        torch.set_num_threads(spec.settings.threads)
+        files = find_target(spec.settings.target)
+        self.spec = spec
+        self.folder = RunFolder(spec.settings.out)
+        self.tokenizer = load_tokenizer(files)
+        self.target = load_target(
+            files, dtype=spec.settings.dtype, device=device, eos_ids=spec.eos_ids
+        )
+        if self.target.geometry != spec.geometry:
+            raise PipelineError(
+                f"{files.path}: loads as {self.target.geometry}, planned as {spec.geometry}"
+            )
+
+    def execute(self, task: Task) -> Commit:
+        """Do one task and publish its file; returns the record that counts."""
+        if isinstance(task, RolloutTask):
+            return roll_out_part(
+                task,
+                target=self.target,
+                tokenizer=self.tokenizer,
+                layout=rollout_layout(),
+                settings=self.spec.settings,
+                folder=self.folder,
+                footer=self._footer("rollout"),
+            )
+        return extract_shard(
+            task,
+            target=self.target,
+            layout=self.spec.layout,
+            rollout_layout=rollout_layout(),
+            settings=self.spec.settings,
+            folder=self.folder,
+            footer=self._footer("common", *self.spec.settings.features.split(",")),
+        )
+
+    def _footer(self, *schemas: str) -> dict[str, Any]:
+        digests = {schema.ref: schema.digest for schema in map(load_schema, schemas)}
+        return {**self.spec.footer, "schemas": digests}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A planned run."""
+
+    spec: WorkerSpec
+    folder: RunFolder
+    plan: Plan
+    target_name: str
+
+    @property
+    def settings(self) -> Settings:
+        return self.spec.settings
+
+    def rollout_tasks(self) -> list[Task]:
+        done = self.folder.read_commits()
+        tasks = [RolloutTask(i) for i in range(len(self.plan.parts))]
+        return [task for task in tasks if task.name not in done]
+
+    def shard_tasks(self) -> list[Task]:
+        """Call once all rollout tasks are done."""
+        done = self.folder.read_commits()
+        return [task for task in self._shards() if task.name not in done]
+
+    def _shards(self) -> list[ShardTask]:
+        return plan_shards(
+            self._commits("rollout"),
+            folder=self.folder,
+            rollout_layout=rollout_layout(),
+            bytes_per_token=self.spec.layout.bytes_per_token,
+            shard_bytes=self.settings.shard_mb * 10**6,
+        )
+
+    def _commits(self, kind: str) -> list[Commit]:
+        commits = self.folder.read_commits().values()
+        return sorted((c for c in commits if c.kind == kind), key=lambda c: c.name)
+
+    def write_card(self) -> None:
+        """The dataset card, listing exactly the shards that are committed."""
+        card = dataset_card(
+            self.spec.layout, self._commits("shard"), self._commits("rollout"), self.target_name
+        )
+        self.folder.write_text("README.md", card)
+
+    def write_manifest(self, *, complete: bool) -> dict[str, Any]:
+        """Write manifest.json and rejects.jsonl from plan and records, and return the manifest.
+
+        Raises PipelineError if complete and rows in is not rows out plus rows rejected.
+        """
+        shards, rollouts = self._commits("shard"), self._commits("rollout")
+        rejects = [*self.plan.rejects, *(r for c in rollouts + shards for r in c.rejects)]
+        rows_in = self.plan.rows + len(self.plan.rejects)
+        rows_out = sum(c.rows for c in shards)
+        if complete and rows_in != rows_out + len(rejects):
+            raise PipelineError(
+                f"{self.folder.out}: {rows_in} rows in, but {rows_out} out and "
+                f"{len(rejects)} rejected; please report this"
+            )
+        manifest = {
+            "manifest_version": MANIFEST_VERSION,
+            "complete": complete,
+            "fingerprint": self.plan.fingerprint,
+            "fingerprint_fields": self.plan.fields,
+            "target": self.target_name,
+            "settings": self.settings.model_dump(exclude={"out"}),
+            "sampling": dataclasses.asdict(sampling_of(self.settings)),
+            "versions": versions(),
+            "geometry": self.spec.geometry.as_dict(),
+            "semantics": SEMANTICS,
+            "bytes_per_token": self.spec.layout.bytes_per_token,
+            "rows_in": rows_in,
+            "rows_out": rows_out,
+            "rejected": _count(rejects),
+            "tokens": sum(c.tokens for c in shards),
+            "shards": [c.model_dump(mode="json", exclude={"rejects"}) for c in shards],
+            "rollouts": [c.model_dump(mode="json", exclude={"rejects"}) for c in rollouts],
+        }
+        lines = "".join(reject.model_dump_json() + "\n" for reject in rejects)
+        self.folder.write_text("rejects.jsonl", lines)
+        self.folder.write_json("manifest.json", manifest)
+        return manifest
+
+
+# What the columns mean beyond their schema (DESIGN §3), for programs.
+SEMANTICS = {
+    "final_hidden": "after the final norm",
+    "layer_index": "0-based decoder block",
+    "key": "after k_norm and RoPE at position_offset + t",
+    "value": "after v_norm",
+    "teacher_row": "row t is the distribution of token t+1, temperature 1, after the soft-cap",
+    "target": "[t, k-1] is token t+k",
+    "pairing": "at last known token n: embed(x_n) with final_hidden[n-1], KV rows [:n]",
+    "draft_position": "position_offset + n for every depth",
+}
+
+
+def start(settings: Settings, *, folder: RunFolder) -> Run:
+    """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
+    files = find_target(settings.target)
+    tokenizer = load_tokenizer(files)
+    geometry = load_geometry(files, settings.dtype)
+    eos_ids = load_eos_ids(files, tokenizer)
+    renderer = ChatRenderer(tokenizer, template=_template(settings), eos_ids=eos_ids)
+    if not geometry.can_shift and settings.position_shift_max:
+        ropes = sorted({kv.rope_type for kv in geometry.shared_kv.values()})
+        raise PipelineError(
+            f"--position-shift-max {settings.position_shift_max}: {ropes[0]} RoPE changes every "
+            "position with the row's length, so no shift is exact; pass --position-shift-max 0"
+        )
+    spec = WorkerSpec(settings=settings, geometry=geometry, eos_ids=eos_ids, fingerprint="")
+    fields = fingerprint_fields(
+        settings,
+        target_sha256=files.sha256(),
+        tokenizer=tokenizer,
+        renderer=renderer,
+        eos_ids=eos_ids,
+        backend="transformers",
+        schemas={**spec.layout.digests(), **rollout_layout().digests()},
+    )
+    plan = make_plan(settings, folder=folder, renderer=renderer, geometry=geometry, fields=fields)
+    spec = dataclasses.replace(spec, fingerprint=plan.fingerprint)
+    folder.drop_broken()
+    folder.sweep()
+    return Run(spec=spec, folder=folder, plan=plan, target_name=files.name)
+
+
+def execute(
+    settings: Settings,
+    make_executor: Callable[[Run], Executor],
+    on_commit: Callable[[Run, Commit], None] = lambda _run, _commit: None,
+) -> dict[str, Any]:
+    """The whole run; returns the manifest. Raises PipelineError."""
+    folder = RunFolder(settings.out)
+    folder.create()
+    with folder.locked():
+        run = start(settings, folder=folder)
+        run.write_manifest(complete=False)
+        executor = make_executor(run)
+        for commit in executor(run.rollout_tasks()):
+            on_commit(run, commit)
+        run.write_card()
+        for commit in executor(run.shard_tasks()):
+            run.write_card()
+            on_commit(run, commit)
+        folder.sweep()
+        run.write_card()
+        return run.write_manifest(complete=True)
+
+
+def run_here(run: Run) -> Executor:
+    """Execute tasks one after the other in this process."""
+    worker = Worker(run.spec, "cpu")
+
+    def executor(tasks: Iterable[Task]) -> Iterator[Commit]:
+        for task in tasks:
+            yield worker.execute(task)
+
+    return executor
+
+
+def _template(settings: Settings) -> str | None:
+    if settings.chat_template is None:
+        return None
+    try:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"--chat-template {settings.chat_template}: {error}") from error
+
+
+def _count(rejects: list[Reject]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for reject in rejects:
+        counts[reject.reason] = counts.get(reject.reason, 0) + 1
+    return dict(sorted(counts.items()))

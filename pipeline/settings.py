@@ -1,0 +1,101 @@
+"""The settings of a run: the options of `jobs/extract_mtp.py`, each described once, here."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import pydantic
+import typer
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.errors import PipelineError
+
+# Settings that do not change a byte of the data files.
+NOT_IN_FINGERPRINT = frozenset({"out", "prompts", "target", "workers", "threads", "device"})
+
+
+class Settings(BaseModel):
+    """All of them; field descriptions are the help texts of the command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(
+        description="Target model: a Hugging Face directory, a .gguf file, or smollm2-135m."
+    )
+    prompts: str = Field(
+        description="Prompts: JSONL or Parquet file, saved dataset directory, or dataset name."
+    )
+    out: str = Field(description="Output directory (absolute under `ray job submit`).")
+    features: Literal["mtp"] = Field("mtp", description="Feature set to extract.")
+    turns: Literal["all", "last", "given"] = Field(
+        "all",
+        description="Assistant turns the target model answers anew: all, only the last, or none "
+        "(given: the input's own answers, on_policy 0).",
+    )
+    max_new_tokens: int = Field(1024, ge=1, description="Longest answer, in tokens.")
+    temperature: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Sampling: temperature; 0 is greedy."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Sampling: nucleus mass; 1 keeps everything.")
+    sampling_top_k: int = Field(
+        0, ge=0, description="Sampling: the k likeliest tokens; 0 keeps everything."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of sampling and position shifts.")
+    position_shift_max: int = Field(
+        8192, ge=0, description="Largest random RoPE position shift of a row; 0 is none."
+    )
+    topk: int = Field(64, ge=1, le=4096, description="Teacher rows: how many likeliest tokens.")
+    depth: int = Field(3, ge=1, le=16, description="Targets for k = 1..depth tokens ahead.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Dtype the target model runs in and its states are kept in."
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja file to use in place of the target's own chat template."
+    )
+    limit: int | None = Field(None, ge=1, description="Read at most this many prompts.")
+    batch_tokens: int = Field(4096, ge=1, description="Tokens of an extraction micro-batch.")
+    rollout_rows: int = Field(32, ge=1, description="Conversations of a rollout part.")
+    shard_mb: int = Field(512, ge=1, description="Size of a shard in MB, before compression.")
+    workers: int = Field(0, ge=0, description="Actors at once; 0: one a GPU, else CPUs / threads.")
+    threads: int = Field(1, ge=1, description="CPU threads of an actor.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where actors run the target model; auto: GPUs if the cluster has any."
+    )
+
+    @classmethod
+    def check(cls, **values: Any) -> "Settings":
+        """Build settings; raises PipelineError that names the first bad option."""
+        try:
+            return cls(**values)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            option = "--" + str(first["loc"][0]).replace("_", "-")
+            raise PipelineError(f"{option}: {first['msg']} (got {first['input']!r})") from error
+
+    def fingerprinted(self) -> dict[str, Any]:
+        """The settings that change bytes of the data files."""
+        return self.model_dump(exclude=set(NOT_IN_FINGERPRINT))
+
+
+def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:
+    """Make a typer command whose options are the fields of `Settings`."""
+
+    @functools.wraps(run)
+    def command(**values: Any) -> None:
+        run(Settings.check(**values))
+
+    parameters = []
+    for name, field in Settings.model_fields.items():
+        option = typer.Option("--" + name.replace("_", "-"), help=field.description)
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=... if field.is_required() else field.default,
+                annotation=Annotated[field.annotation, option],
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command

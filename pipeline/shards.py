@@ -1,0 +1,154 @@
+"""Parquet files: rows of arrays in, one finished file out, the same bytes for the same rows.
+
+The physical form is DESIGN §4: float32 leaves with BYTE_STREAM_SPLIT, everything zstd level 1,
+dictionaries and statistics only where they help a reader, page checksums on.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import PipelineError
+from pipeline.schema import BoundColumn, Layout, storage_type
+
+# Uncompressed bytes of a row group, as stored; DESIGN §4 allows 256 MiB.
+ROW_GROUP_BYTES = 128 * 2**20
+
+Row = Mapping[str, str | int | npt.NDArray[Any]]
+
+
+def list_array(column: BoundColumn, arrays: Sequence[npt.NDArray[Any]]) -> pa.Array:
+    """One nested-list array from each row's [T, …] array, without copying value by value.
+
+    Raises PipelineError if an array's shape or dtype is not the column's.
+    """
+    stored = np.dtype(column.stored_as)
+    for array in arrays:
+        if array.dtype != stored or array.shape[1:] != column.inner_shape:
+            raise PipelineError(
+                f"column {column.name}: got {array.dtype} {list(array.shape)}, "
+                f"expected {stored} {['T', *column.inner_shape]}"
+            )
+    values: pa.Array = pa.array(np.concatenate(arrays).reshape(-1))
+    lists = len(values)
+    for size in reversed(column.inner_shape):
+        lists //= size
+        # Offsets are 32-bit: a row group is far smaller, and pyarrow refuses what does not fit.
+        inner = np.arange(lists + 1, dtype=np.int64) * size
+        values = pa.ListArray.from_arrays(pa.array(inner, pa.int32()), values)
+    bounds = np.cumsum([0, *(len(array) for array in arrays)])
+    return pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), values)
+
+
+def to_table(rows: Sequence[Row], layout: Layout, schema: pa.Schema) -> pa.Table:
+    """Rows as an Arrow table in the layout's column order."""
+    arrays = []
+    for column, field in zip(layout.columns, schema, strict=True):
+        cells: list[Any] = [row[column.name] for row in rows]
+        if not column.shape:
+            array = pa.array(cells, type=field.type)
+        else:
+            array = list_array(column, cells)
+            if isinstance(field.type, pa.BaseExtensionType):
+                array = pa.ExtensionArray.from_storage(field.type, array)
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+class ShardWriter:
+    """Writes one Parquet file; leaving its `with` block by an exception leaves no file.
+
+    pyarrow's own writer would put a footer on a short file there, which then reads as whole.
+    """
+
+    def __init__(self, path: Path, layout: Layout, footer: Mapping[str, Any]) -> None:
+        self.path = path
+        self.layout = layout
+        self.schema = layout.arrow_schema(footer)
+        scalars = [c.name for c in layout.columns if not c.shape]
+        strings = [c.name for c in layout.columns if c.dtype == "string" and c.name != "text"]
+        self._writer = pq.ParquetWriter(
+            path,
+            self.schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=strings,
+            use_byte_stream_split=layout.leaf_paths(floats=True),
+            write_statistics=scalars,
+            write_page_checksum=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+        if kind is not None:
+            self.path.unlink(missing_ok=True)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows as one row group."""
+        table = to_table(rows, self.layout, self.schema)
+        self._writer.write_table(table, row_group_size=len(rows))
+
+
+def read_rows(path: Path, columns: Sequence[BoundColumn]) -> list[dict[str, Any]]:
+    """Read a file this package wrote, checksums verified: row -> column -> value or array."""
+    table = pq.read_table(path, columns=[c.name for c in columns], page_checksum_verification=True)
+    arrays = [row_arrays(table[c.name].combine_chunks(), c) for c in columns]
+    return [
+        {c.name: values[i] for c, values in zip(columns, arrays, strict=True)}
+        for i in range(table.num_rows)
+    ]
+
+
+def row_arrays(array: pa.Array, column: BoundColumn) -> list[Any]:
+    """The values of a column, row by row: Python scalars, or arrays [T, …] (views).
+
+    Raises PipelineError where the stored lists do not have the column's fixed sizes.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if not column.shape:
+        scalars: list[Any] = array.to_pylist()
+        return scalars
+    if array.type != storage_type(column):
+        raise PipelineError(f"column {column.name}: stored as {array.type}")
+    bounds = array.offsets.to_numpy()
+    values = array.values
+    for size in column.inner_shape:
+        inner = values.offsets.to_numpy()
+        if not np.array_equal(inner, np.arange(len(inner), dtype=np.int64) * size):
+            raise PipelineError(f"column {column.name}: an inner list is not {size} long")
+        values = values.values
+    flat = values.to_numpy(zero_copy_only=False).reshape(-1, *column.inner_shape)
+    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def ids_sha256(sample_ids: Sequence[str]) -> str:
+    """A digest of a list of ids in order; lengths are part of it, so no two lists collide."""
+    total = hashlib.sha256()
+    for sample_id in sample_ids:
+        raw = sample_id.encode()
+        total.update(len(raw).to_bytes(8, "big") + raw)
+    return total.hexdigest()
