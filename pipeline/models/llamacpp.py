@@ -1,23 +1,27 @@
 """The llama.cpp backend: a GGUF target model, run by the runtime that serves it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
 from pipeline.errors import PipelineError
+from pipeline.features import TORCH_DTYPES
+from pipeline.gguf import gguf_config, read_gguf
 from pipeline.models.base import (
     Generation,
+    Geometry,
+    Int32Array,
     PositionedRow,
     Prompt,
     RowOutput,
     Sampling,
-    TeacherRows,
 )
+from pipeline.models.hf import geometry_of, meta_model
+from pipeline.models.llamacpp_forward import GRAPH_NAMES, ForwardPass, GraphNames, group_rows
 from pipeline.models.llamacpp_generate import ContinuousBatch, answer_limits
-from pipeline.models.llamacpp_geometry import GRAPH_NAMES, geometry_of, read_metadata
 from pipeline.models.llamacpp_native import Capture, Context, Model
 from pipeline.models.sampling import check_sampling
 
@@ -25,21 +29,18 @@ from pipeline.models.sampling import check_sampling
 # twice (compute buffer, output buffer) and their reduction needs about as much again.
 _LOGITS_BYTES = 2**28
 
+_MAX_SEQUENCES = 256
 _GGML_TYPES = {"float32": 0, "float16": 1}
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-_HIDDEN_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class LlamaCppTarget:
     """A `TargetModel` over one GGUF file; not safe for use from several threads at once.
 
-    Captures K/V as they enter the cache, rounded to the cache's type. Rows in one batch share
-    matrix products whose rounding depends on the batch's size, so a row equals itself alone to
-    about 1e-5, not bit for bit. Close it, or use it in a `with` block, to free its memory.
+    Captures K/V as they enter the cache, rounded to the cache's type. The same calls give the same
+    bytes, but a row's batch mates change the order of sums, which llama.cpp's float16 rounding of
+    activations grows to about 2e-4 (relative L2): max_sequences=1 makes rows exactly independent.
+    Close it, or use it in a `with` block, to free its memory.
     """
 
     backend = "llamacpp"
@@ -67,7 +68,7 @@ class LlamaCppTarget:
         Raises PipelineError for a setting out of range, a file that llama.cpp cannot load, or an
         architecture whose graph is not known.
         """
-        _check_choice("hidden_dtype", hidden_dtype, _HIDDEN_DTYPES)
+        _check_choice("hidden_dtype", hidden_dtype, TORCH_DTYPES)
         _check_choice("kv_dtype", kv_dtype, _GGML_TYPES)
         _check_choice("flash_attention", flash_attention, _FLASH_ATTENTION)
         for name, number in (
@@ -77,30 +78,31 @@ class LlamaCppTarget:
         ):
             if number < 1:
                 raise PipelineError(f"{name} must be at least 1, not {number}")
+        if max_sequences > _MAX_SEQUENCES:
+            raise PipelineError(
+                f"max_sequences must be at most {_MAX_SEQUENCES}, llama.cpp's limit"
+            )
         self._threads, self._cells, self._sequences = threads, context_tokens, max_sequences
         self._kv_type = _GGML_TYPES[kv_dtype]
         self._flash_attention = _FLASH_ATTENTION[flash_attention]
         self._context: Context | None = None
-        self._model = Model(path, n_gpu_layers=n_gpu_layers)
-        try:
-            self.backend_version = self._model.lib.version
-            self.geometry = geometry_of(
-                path,
-                read_metadata(path),
-                vocab_size=self._model.vocab_size,
-                hidden_dtype=hidden_dtype,
-                kv_dtype=kv_dtype,
+        self._names, geometry = _read_file(path)
+        self.geometry = replace(geometry, hidden_dtype=hidden_dtype, kv_dtype=kv_dtype)
+        self.eos_ids = frozenset(eos_ids)
+        outside = sorted(i for i in eos_ids if not 0 <= i < geometry.vocab_size)
+        if outside:
+            raise PipelineError(
+                f"{path}: EOS ids {outside} lie outside the vocabulary of {geometry.vocab_size}: "
+                "correct them in the file or the settings"
             )
-            self.eos_ids = frozenset(eos_ids)
-            outside = sorted(i for i in eos_ids if not 0 <= i < self.geometry.vocab_size)
-            if outside:
-                raise PipelineError(
-                    f"{path}: EOS ids {outside} lie outside the vocabulary of "
-                    f"{self.geometry.vocab_size}: correct them in the file or the settings"
-                )
-        except BaseException:
-            self.close()
-            raise
+        self._model = Model(path, n_gpu_layers=n_gpu_layers)
+        self.backend_version = self._model.lib.version
+        if self._model.vocab_size != geometry.vocab_size:
+            self._model.close()
+            raise PipelineError(
+                f"{path}: llama.cpp sees {self._model.vocab_size} tokens, the file's token "
+                f"embedding has {geometry.vocab_size} rows: convert the model again"
+            )
 
     def __enter__(self) -> "LlamaCppTarget":
         return self
@@ -131,12 +133,13 @@ class LlamaCppTarget:
                 batch_tokens = min(
                     batch_tokens, max(32, _LOGITS_BYTES // (4 * self.geometry.vocab_size))
                 )
+            sequences = min(self._sequences, batch_tokens)
             self._context = Context(
                 self._model,
                 cells=self._cells,
-                batch_tokens=max(batch_tokens, self._sequences),
-                sequences=self._sequences,
-                outputs=batch_tokens if capturing else self._sequences,
+                batch_tokens=batch_tokens,
+                sequences=sequences,
+                outputs=batch_tokens if capturing else sequences,
                 threads=self._threads,
                 kv_type=self._kv_type,
                 flash_attention=self._flash_attention,
@@ -158,7 +161,7 @@ class LlamaCppTarget:
         limits = answer_limits(prompts, sampling, room=room)
         context = self._empty_context(capturing=False)
         batch = ContinuousBatch(
-            context, sequences=self._sequences, cells=self._cells, eos_ids=self.eos_ids
+            context, sequences=context.sequences, cells=self._cells, eos_ids=self.eos_ids
         )
         return batch.run(prompts, limits, sampling)
 
@@ -183,11 +186,17 @@ class LlamaCppTarget:
         for index, row in enumerate(rows):
             self._check_row(f"row {index}", row)
         context = self._empty_context(capturing=True)
-        outputs: list[RowOutput] = []
-        for group in _group_rows(rows, tokens=context.batch_tokens, sequences=self._sequences):
-            context.clear()
-            outputs += self._forward_group(context, group, top_k, block_layers)
-        return outputs
+        assert context.capture is not None
+        forward_pass = ForwardPass(
+            context,
+            context.capture,
+            self.geometry,
+            self._names,
+            top_k=top_k,
+            block_layers=block_layers,
+        )
+        groups = group_rows(rows, tokens=context.batch_tokens, sequences=context.sequences)
+        return [output for group in groups for output in forward_pass.run(group)]
 
     def _check_row(self, name: str, row: PositionedRow) -> None:
         self._check_ids(name, row.ids)
@@ -197,13 +206,18 @@ class LlamaCppTarget:
                 f"{name} has {length} tokens, more than the context of {self._cells}: "
                 "raise the context length or drop the row"
             )
+        if row.offset and not self.geometry.can_shift:
+            raise PipelineError(
+                f"{name} is shifted by {row.offset}, but this target model's RoPE depends on the "
+                "length: use no position shift"
+            )
         if row.offset < 0 or row.offset + length > self.geometry.context_length:
             raise PipelineError(
                 f"{name}: positions {row.offset} to {row.offset + length - 1} leave the trained "
                 f"context of {self.geometry.context_length}: lower the position shift"
             )
 
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+    def _check_ids(self, name: str, ids: Int32Array) -> None:
         if len(ids) == 0:
             raise PipelineError(f"{name} has no tokens")
         bad = np.flatnonzero((ids < 0) | (ids >= self.geometry.vocab_size))
@@ -213,133 +227,18 @@ class LlamaCppTarget:
                 f"{self.geometry.vocab_size}: the tokenizer is not this target model's"
             )
 
-    def _forward_group(
-        self,
-        context: Context,
-        rows: Sequence[PositionedRow],
-        top_k: int,
-        block_layers: Sequence[int],
-    ) -> list[RowOutput]:
-        """Rows that fit the context together, laid end to end: token n of the group is one row of
-        every buffer, and a decode call fills the next `batch_tokens` of them."""
-        assert context.capture is not None
-        context.capture.wanted = self._wanted(block_layers)
-        ids = np.concatenate([row.ids for row in rows]).astype(np.int32)
-        positions = np.concatenate(
-            [row.offset + np.arange(len(row.ids), dtype=np.int32) for row in rows]
-        ).astype(np.int32)
-        sequence_ids = np.repeat(
-            np.arange(len(rows), dtype=np.int32), [len(row.ids) for row in rows]
+
+def _read_file(path: Path) -> tuple[GraphNames, Geometry]:
+    """What the headers say; raises PipelineError before any weight is loaded."""
+    file = read_gguf(path)
+    if file.architecture not in GRAPH_NAMES:
+        raise PipelineError(
+            f"{path}: architecture {file.architecture!r} is not supported by the llamacpp "
+            f"backend, which knows {', '.join(sorted(GRAPH_NAMES))}"
         )
-        # The last token of a row has no next one; whatever stands here is not read.
-        next_ids = torch.from_numpy(np.append(ids[1:], ids[:1]).astype(np.int64))
-        captured = self._buffers(len(ids), context.capture.wanted)
-        teacher_parts = []
-        for start in range(0, len(ids), context.batch_tokens):
-            part = slice(start, min(start + context.batch_tokens, len(ids)))
-            count = part.stop - part.start
-            context.decode(
-                ids[part], positions[part], sequence_ids[part], np.ones(count, dtype=np.bool_)
-            )
-            for name, tensor in context.capture.take(count).items():
-                captured[name][part] = tensor
-            logits = torch.from_numpy(context.logits(count))
-            teacher_parts.append(_teacher_rows(logits, next_ids[part], top_k))
-        teacher = [torch.cat(column) for column in zip(*teacher_parts, strict=True)]
-        ends = np.cumsum([len(row.ids) for row in rows])
-        return [
-            self._row_output(
-                slice(int(end) - len(row.ids), int(end)), captured, teacher, block_layers
-            )
-            for row, end in zip(rows, ends, strict=True)
-        ]
-
-    def _wanted(self, block_layers: Sequence[int]) -> dict[bytes, tuple[int, ...]]:
-        names, hidden = GRAPH_NAMES[self.geometry.architecture], (self.geometry.hidden_size,)
-        wanted: dict[bytes, tuple[int, ...]] = {names.final_hidden.encode(): hidden}
-        for kv in self.geometry.shared_kv.values():
-            for name in (names.key, names.value):
-                wanted[name.format(kv.layer).encode()] = (kv.kv_heads, kv.head_dim)
-        for block in block_layers:
-            wanted[names.block.format(block).encode()] = hidden
-        return wanted
-
-    def _buffers(
-        self, tokens: int, wanted: Mapping[bytes, tuple[int, ...]]
-    ) -> dict[bytes, torch.Tensor]:
-        hidden, kv = self.geometry.hidden_dtype, self.geometry.kv_dtype
-        return {
-            name: torch.empty(
-                (tokens, *shape), dtype=_HIDDEN_DTYPES[hidden if len(shape) == 1 else kv]
-            )
-            for name, shape in wanted.items()
-        }
-
-    def _row_output(
-        self,
-        part: slice,
-        captured: Mapping[bytes, torch.Tensor],
-        teacher: Sequence[torch.Tensor],
-        block_layers: Sequence[int],
-    ) -> RowOutput:
-        names = GRAPH_NAMES[self.geometry.architecture]
-        shared_kv = {}
-        for kind, kv in self.geometry.shared_kv.items():
-            key = captured[names.key.format(kv.layer).encode()][part]
-            if names.interleaved_rope:
-                key = torch.cat([key[..., 0::2], key[..., 1::2]], dim=-1)
-            shared_kv[kind] = (key, captured[names.value.format(kv.layer).encode()][part])
-        top_ids, top_logprobs, tail_mass, next_logprobs = (column[part] for column in teacher)
-        return RowOutput(
-            final_hidden=captured[names.final_hidden.encode()][part],
-            shared_kv=shared_kv,
-            teacher=TeacherRows(
-                top_ids=top_ids,
-                top_logprobs=top_logprobs,
-                tail_mass=tail_mass,
-                token_logprobs=torch.cat([torch.zeros(1), next_logprobs[:-1]]),
-            ),
-            block_hidden={i: captured[names.block.format(i).encode()][part] for i in block_layers},
-        )
+    return GRAPH_NAMES[file.architecture], geometry_of(meta_model(gguf_config(file)))
 
 
-def _check_choice(name: str, value: str, choices: Mapping[str, object]) -> None:
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise PipelineError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _group_rows(
-    rows: Sequence[PositionedRow], *, tokens: int, sequences: int
-) -> list[list[PositionedRow]]:
-    """Consecutive rows that fit one decode call; a longer row stands alone.
-
-    More rows per group would save nothing: the call is full, and every token's attention runs
-    over (masked) cells of all the rows in the context.
-    """
-    groups: list[list[PositionedRow]] = []
-    used = 0
-    for row in rows:
-        if not groups or len(groups[-1]) == sequences or used + len(row.ids) > tokens:
-            groups.append([])
-            used = 0
-        groups[-1].append(row)
-        used += len(row.ids)
-    return groups
-
-
-def _teacher_rows(
-    logits: torch.Tensor, next_ids: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 [n, V], int64 [n] -> top_ids int32 [n, K], top_logprobs float32 [n, K],
-    tail_mass float32 [n], next_logprobs float32 [n]; ties in the top K to the lower id."""
-    log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    border = torch.topk(logits, top_k, dim=-1).values[:, -1:]
-    top_ids = torch.empty((logits.shape[0], top_k), dtype=torch.int64)
-    for row in range(logits.shape[0]):
-        at_least = torch.nonzero(logits[row] >= border[row])[:, 0]
-        order = torch.sort(logits[row, at_least], descending=True, stable=True).indices
-        top_ids[row] = at_least[order[:top_k]]
-    top_logprobs = logits.gather(1, top_ids) - log_norm
-    tail_mass = (1 - top_logprobs.double().exp().sum(dim=-1)).clamp(min=0).float()
-    next_logprobs = (logits.gather(1, next_ids[:, None]) - log_norm)[:, 0]
-    return top_ids.int(), top_logprobs, tail_mass, next_logprobs
