@@ -17,8 +17,9 @@ from pipeline.models.base import (
 )
 
 ROWS_PER_PASS = 8  # both backends' outputs of these rows are in memory at a time
-# Tail masses are float32 differences from 1: nothing below this can be told from 0.
-_TAIL_RESOLUTION = 2.0**-23
+# Tail masses are float32 differences from 1, right to about 1e-7: b's rest below this would make
+# log(p / q) noise. Raising it can only lower the KL.
+_SMALLEST_REST = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,9 @@ class ParityReport:
     relative_l2: column -> ||b - a|| / ||a||, Frobenius norms in float64.
     argmax_agreement: share of tokens whose likeliest next token is the same.
     mean_kl, max_kl: nats, over tokens: KL(a || b) of the two next-token distributions after
-        merging every token that is not in both top-k lists into one "rest" class. That needs no
-        guess about the tail, is exact where the top-k hold all mass, and is never above the KL
-        over the whole vocabulary.
+        merging every token that is not in both top-k lists into one "rest" class (b's share of
+        it taken as at least 1e-5). That needs no guess about the tail, is exact where both lists
+        hold all mass, and is never above the KL over the whole vocabulary.
     mean_logprob_gap: nats, mean of |log p_b(x_t) - log p_a(x_t)| over tokens t >= 1.
     """
 
@@ -153,10 +154,7 @@ def top_k_kl(a: TeacherRows, b: TeacherRows) -> torch.Tensor:
     rest_p = a.tail_mass.double() + torch.where(common, 0.0, p).sum(dim=-1)
     only_in_b = b.top_logprobs.double().exp().sum(dim=-1) - common_in_b
     rest_q = b.tail_mass.double() + only_in_b.clamp(min=0)
-    rest_q = rest_q.clamp(min=_TAIL_RESOLUTION)
-    rest = torch.where(
-        rest_p > _TAIL_RESOLUTION, rest_p * (rest_p.clamp(min=_TAIL_RESOLUTION) / rest_q).log(), 0.0
-    )
+    rest = torch.xlogy(rest_p, rest_p / rest_q.clamp(min=_SMALLEST_REST))
     return (each + rest).clamp(min=0)
 
 

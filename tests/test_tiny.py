@@ -84,6 +84,8 @@ def test_both_files_hold_the_same_numbers(tiny: Path) -> None:
         np.testing.assert_array_equal(
             hf[hf_name].float().numpy(), tensors[gguf_name].astype(np.float32), err_msg=hf_name
         )
+    scalars = torch.cat([hf[f"model.layers.{i}.layer_scalar"] for i in range(12)]).float()
+    assert scalars.std() > 0.01 and torch.all((scalars - 0.9).abs() < 0.3)
     assert len(tensors) == len(hf) + 1  # and rope_freqs.weight
     np.testing.assert_array_equal(tensors["rope_freqs.weight"], np.float32([1.0] * 8 + [1e30] * 24))
 

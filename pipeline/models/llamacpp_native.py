@@ -132,6 +132,7 @@ class Context:
         params.type_k = params.type_v = kv_type
         params.flash_attn_type = flash_attention
         params.kv_unified = True  # else ubatches are cut across sequences, out of batch order
+        # Generation needs no more of a sliding layer than its window: less memory, less attention.
         params.swa_full = capture is not None
         if capture is not None:
             params.cb_eval = capture.callback
