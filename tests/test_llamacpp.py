@@ -206,6 +206,19 @@ def test_rows_longer_than_a_decode_call_keep_every_kv_row(tiny: Path, target) ->
             assert relative(captured, state[0].transpose(0, 1)) <= 2e-3, kind
 
 
+def test_logits_exist_for_one_bounded_chunk_at_a_time(
+    tiny: Path, target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [PositionedRow(random_ids(n, length), n) for n, length in enumerate([100, 20, 9, 5])]
+    whole = target.forward(rows, top_k=4, block_layers=[1])
+    monkeypatch.setattr("pipeline.models.llamacpp._LOGITS_BYTES", 40 * 4 * 512)
+    with load(tiny / GGUF_NAME, **EXACT) as small:
+        outputs = small.forward(rows, top_k=4, block_layers=[1])
+        assert small._context.batch_tokens == 40
+    for output, expected in zip(outputs, whole, strict=True):
+        assert_same(output, expected, BATCH_TOLERANCE)
+
+
 def test_later_tokens_change_nothing_before_them(target) -> None:
     ids = random_ids(5, 60)
     changed = ids.copy()
