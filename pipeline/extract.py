@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ class RowRange(NamedTuple):
     stop: int
 
 
-class ShardTask(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
     """What one shard is made of: consecutive rollout rows, in order."""
 
     index: int
@@ -80,8 +82,8 @@ def extract_shard(
             if finished:
                 writer.write(finished)
             for row in finished:
-                kept.append(str(row["sample_id"]))
-                tokens += int(row["num_tokens"])  # type: ignore[arg-type]
+                kept.append(row["sample_id"])
+                tokens += row["num_tokens"]
                 supervised += int(np.sum(row["loss_mask"]))
     commit = make_commit(
         staged,

@@ -80,15 +80,22 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folders. Raises PipelineError where OUT holds something else."""
+        own = ("rollouts", "data", "commits", ".staging")
         try:
             if self.out.is_dir() and not self.plan.is_dir():
-                strangers = [p.name for p in self.out.iterdir() if not p.name.startswith(".")]
+                # Empty folders of ours are what a run leaves that failed before its plan stood.
+                strangers = [
+                    path.name
+                    for path in self.out.iterdir()
+                    if path.name != ".lock"
+                    and (path.name not in own or not path.is_dir() or any(path.glob("*.*")))
+                ]
                 if strangers:
                     raise PipelineError(
                         f"--out {self.out}: not empty ({strangers[0]}) and not a run of this "
                         "pipeline; name a new directory"
                     )
-            for name in ("rollouts", "data", "commits", ".staging"):
+            for name in own:
                 (self.out / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PipelineError(f"--out {self.out}: {error.strerror}") from error

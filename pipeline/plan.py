@@ -236,7 +236,8 @@ def plan_shards(
         else:
             ranges.append(RowRange(file, i, i + 1))
     return [
-        ShardTask(index, len(shards), tuple(ranges)) for index, ranges in enumerate(shards.values())
+        ShardTask(index=index, total=len(shards), ranges=tuple(ranges))
+        for index, ranges in enumerate(shards.values())
     ]
 
 

@@ -1,7 +1,8 @@
 """Stage 1, one part: planned prompts in, the target model's answers as ids out."""
 
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,7 +16,8 @@ from pipeline.settings import Settings
 from pipeline.shards import Row, ShardWriter, ids_sha256
 
 
-class RolloutTask(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask:
     index: int
 
     @property
@@ -85,9 +87,9 @@ def roll_out_part(
         name=task.name,
         kind="rollout",
         rows=len(rows),
-        tokens=sum(len(row["input_ids"]) for row in rows),  # type: ignore[arg-type]
+        tokens=sum(len(row["input_ids"]) for row in rows),
         supervised_tokens=int(sum(np.sum(row["loss_mask"]) for row in rows)),
-        ids_sha256=ids_sha256([str(row["sample_id"]) for row in rows]),
+        ids_sha256=ids_sha256([row["sample_id"] for row in rows]),
         fingerprint=footer["fingerprint"],
         rejects=tuple(rejects),
         seconds=round(time.monotonic() - started, 3),

@@ -6,12 +6,13 @@ tasks over Ray actors; `run_here` executes them in this process.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 
 import pipeline
 from pipeline.card import dataset_card
@@ -28,6 +29,7 @@ from pipeline.models.load import (
     load_tokenizer,
 )
 from pipeline.plan import Plan, fingerprint_fields, make_plan, plan_shards
+from pipeline.progress import RunProgress
 from pipeline.rollout import RolloutTask, roll_out_part, sampling_of
 from pipeline.schema import Layout, bind, load_schema
 from pipeline.settings import Settings
@@ -140,15 +142,15 @@ class Run:
 
     def rollout_tasks(self) -> list[Task]:
         done = self.folder.read_commits()
-        tasks = [RolloutTask(i) for i in range(len(self.plan.parts))]
+        tasks = [RolloutTask(index=i) for i in range(len(self.plan.parts))]
         return [task for task in tasks if task.name not in done]
 
     def shard_tasks(self) -> list[Task]:
         """Call once all rollout tasks are done."""
         done = self.folder.read_commits()
-        return [task for task in self._shards() if task.name not in done]
+        return [task for task in self.all_shards() if task.name not in done]
 
-    def _shards(self) -> list[ShardTask]:
+    def all_shards(self) -> list[ShardTask]:
         return plan_shards(
             self._commits("rollout"),
             folder=self.folder,
@@ -253,24 +255,62 @@ def start(settings: Settings, *, folder: RunFolder) -> Run:
 def execute(
     settings: Settings,
     make_executor: Callable[[Run], Executor],
-    on_commit: Callable[[Run, Commit], None] = lambda _run, _commit: None,
+    progress: RunProgress | None = None,
 ) -> dict[str, Any]:
-    """The whole run; returns the manifest. Raises PipelineError."""
+    """The whole run; returns the manifest. Quiet without `progress`. Raises PipelineError."""
+    progress = progress or RunProgress(Console(quiet=True))
     folder = RunFolder(settings.out)
     folder.create()
     with folder.locked():
         run = start(settings, folder=folder)
+        progress.say(f"target {run.target_name}: {describe(run)}")
         run.write_manifest(complete=False)
         executor = make_executor(run)
-        for commit in executor(run.rollout_tasks()):
-            on_commit(run, commit)
+        total, tasks = len(run.plan.parts), run.rollout_tasks()
+        progress.stage("rollouts", unit="parts", total=total, done=total - len(tasks))
+        for commit in executor(tasks):
+            progress.commit(commit)
+        total, tasks = len(run.all_shards()), run.shard_tasks()
+        progress.stage("features", unit="shards", total=total, done=total - len(tasks))
         run.write_card()
-        for commit in executor(run.shard_tasks()):
+        for commit in executor(tasks):
             run.write_card()
-            on_commit(run, commit)
+            progress.commit(commit)
         folder.sweep()
         run.write_card()
         return run.write_manifest(complete=True)
+
+
+def describe(run: Run) -> str:
+    """The effective settings, in a line or two, so that nothing happens silently."""
+    geometry, settings, sampling = run.spec.geometry, run.settings, sampling_of(run.settings)
+    layers = ", ".join(f"{kind} KV of block {kv.layer}" for kind, kv in geometry.shared_kv.items())
+    drawn = (
+        "greedy"
+        if sampling.temperature == 0
+        else f"temperature {sampling.temperature}, top-p {sampling.top_p}, top-k {sampling.top_k}"
+    )
+    return (
+        f"{geometry.architecture}, {geometry.num_layers} layers, hidden {geometry.hidden_size}, "
+        f"{layers}; {settings.dtype}, {run.spec.layout.bytes_per_token:,} bytes a token\n"
+        f"{run.plan.rows:,} conversations ({len(run.plan.rejects)} rejected), turns "
+        f"{settings.turns}, {drawn}, at most {sampling.max_new_tokens} new tokens, ends at ids "
+        f"{sorted(run.spec.eos_ids)}, position shift up to {settings.position_shift_max}, "
+        f"seed {settings.seed}"
+    )
+
+
+def print_summary(manifest: Mapping[str, Any], out: str) -> None:
+    """One summary at the end: rows in = rows out + rejected."""
+    rejected = sum(manifest["rejected"].values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["rejected"].items())
+    size = sum(shard["bytes"] for shard in manifest["shards"])
+    print(
+        f"{manifest['rows_in']:,} rows in = {manifest['rows_out']:,} out + {rejected:,} rejected"
+        + (f" ({reasons}; see rejects.jsonl)" if reasons else "")
+        + f"\n{manifest['tokens']:,} tokens, {len(manifest['shards'])} shards, "
+        f"{size / 1e6:,.1f} MB in {out}"
+    )
 
 
 def run_here(run: Run) -> Executor:

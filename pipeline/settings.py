@@ -9,7 +9,7 @@ import pydantic
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, exit_on_error
 
 # Settings that do not change a byte of the data files.
 NOT_IN_FINGERPRINT = frozenset({"out", "prompts", "target", "workers", "threads", "device"})
@@ -79,11 +79,12 @@ class Settings(BaseModel):
 
 
 def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:
-    """Make a typer command whose options are the fields of `Settings`."""
+    """Make a typer command whose options are the fields of `Settings`; errors become exit codes."""
 
     @functools.wraps(run)
     def command(**values: Any) -> None:
-        run(Settings.check(**values))
+        with exit_on_error():
+            run(Settings.check(**values))
 
     parameters = []
     for name, field in Settings.model_fields.items():

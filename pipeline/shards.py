@@ -22,7 +22,8 @@ from pipeline.schema import BoundColumn, Layout, storage_type
 # Uncompressed bytes of a row group, as stored; DESIGN §4 allows 256 MiB.
 ROW_GROUP_BYTES = 128 * 2**20
 
-Row = Mapping[str, str | int | npt.NDArray[Any]]
+# column name -> str or int for a scalar column, array [T, …] for the others
+Row = Mapping[str, Any]
 
 
 def list_array(column: BoundColumn, arrays: Sequence[npt.NDArray[Any]]) -> pa.Array:

@@ -22,7 +22,7 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 28  # the largest vocabulary in use (262k tokens, 515k merges) takes 16 MB
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_ARRAY = 1 << 22
+MAX_ELEMENTS = 1 << 22  # of all arrays together; that vocabulary has 1.3 million
 MAX_KEY_BYTES = (1 << 16) - 1  # the GGUF specification's own limit
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
@@ -84,6 +84,7 @@ class _Cursor:
         self.path = path
         self.data = data
         self.at = 0
+        self.elements = 0
         self.end = min(len(data), MAX_HEADER_BYTES)
 
     def fail(self, what: str) -> PipelineError:
@@ -99,8 +100,8 @@ class _Cursor:
                 "header may take; this is not a sane GGUF file"
             )
         raise self.fail(
-            f"the header is cut short: {what} ends at byte {self.at + count * size}, expected "
-            f"that many bytes, found {len(self.data)}; download or convert the file again"
+            f"the file is cut short in {what}: expected at least {self.at + count * size} bytes, "
+            f"found {len(self.data)}; download or convert the file again"
         )
 
     def u32(self, what: str) -> int:
@@ -147,10 +148,11 @@ class _Cursor:
             return self.strings(1, what)[0]
         if kind == _ARRAY:
             kind, count = self.u32(what), self.u64(what)
-            if count > MAX_ARRAY:
+            self.elements += count
+            if self.elements > MAX_ELEMENTS:
                 raise self.fail(
-                    f"{what} claims {count} elements, at most {MAX_ARRAY} are allowed; "
-                    "this is not a sane GGUF file"
+                    f"with {what} the arrays claim {self.elements} elements, at most "
+                    f"{MAX_ELEMENTS} are allowed; this is not a sane GGUF file"
                 )
             return self.strings(count, what) if kind == _STRING else self.numbers(kind, count, what)
         return self.numbers(kind, 1, what)[0]
@@ -282,9 +284,8 @@ def _place(cursor: _Cursor, entries: Iterable[TensorInfo], start: int) -> dict[s
         end = placed.offset + placed.nbytes
         if end > size:
             raise cursor.fail(
-                f"the file is cut short or its offsets are wrong: tensor {entry.name} needs "
-                f"{end} bytes: expected at least {end} bytes, found {size}; download or convert "
-                "the file again"
+                f"the file is cut short in tensor {entry.name}: expected at least {end} bytes, "
+                f"found {size}; download or convert the file again"
             )
         tensors[entry.name] = placed
     return tensors

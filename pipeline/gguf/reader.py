@@ -16,6 +16,7 @@ from pipeline.errors import PipelineError
 from pipeline.gguf.header import Header, TensorInfo, read_header
 
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_MAX_PARTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +104,18 @@ def read_gguf(path: Path) -> GGUFFile:
             )
         return _assemble((path,), [header])
     count = int(match["count"])
+    if not 1 <= count <= _MAX_PARTS:
+        raise PipelineError(
+            f"{path}: the name claims {count} parts, at most {_MAX_PARTS} are allowed"
+        )
     paths = tuple(
         path.with_name(f"{match['stem']}-{number:05d}-of-{match['count']}.gguf")
         for number in range(1, count + 1)
     )
     missing = [part.name for part in paths if not part.is_file()]
-    if missing or not paths:
+    if missing:
         raise PipelineError(
-            f"{path}: the model has {count} parts and {', '.join(missing[:3]) or 'none'} "
+            f"{path}: the model has {count} parts and {', '.join(missing[:3])} "
             f"({len(missing)} in all) cannot be found; put all parts in one folder"
         )
     headers = [read_header(part) for part in paths]

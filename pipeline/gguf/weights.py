@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator
 
 import gguf
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -130,19 +129,16 @@ def _fill(
     """Dequantise a tensor into `target`, a few rows at a time; `order` says where rows go."""
     width = target.shape[-1]
     flat = target.view(-1, width)
-    if order is not None and target.dim() == 1:  # a bias: its "rows" are its elements
-        target[order] = torch.from_numpy(file.read(name)).to(target.dtype)
-        return target
     step = max(1, _CHUNK // width)
     for start in range(0, len(flat), step):
         stop = min(start + step, len(flat))
-        rows = torch.from_numpy(np.ascontiguousarray(file.read_rows(name, start, stop)))
+        rows = torch.from_numpy(file.read_rows(name, start, stop)).to(flat.dtype)
         if not bool(torch.isfinite(rows).all()):
-            raise PipelineError(f"{file.path}: the tensor {name} holds NaN or infinite values")
-        if order is None:
-            flat[start:stop] = rows
-        else:
-            flat[order[start:stop]] = rows.to(flat.dtype)
+            raise PipelineError(
+                f"{file.path}: the tensor {name} holds NaN or infinite values as {flat.dtype}; "
+                "the file is damaged or the dtype too narrow (try bfloat16)"
+            )
+        flat[slice(start, stop) if order is None else order[start:stop]] = rows
     return target
 
 

@@ -16,6 +16,9 @@ from pipeline.gguf import gguf_config, gguf_eos_ids, gguf_tokenizer, load_gguf_m
 from pipeline.models.base import Geometry, TargetModel
 from pipeline.models.hf import TransformersTarget, geometry_of, meta_model
 
+# A bar a worker, and lines of our own say what happens.
+transformers.logging.disable_progress_bar()
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFiles:
@@ -127,11 +130,12 @@ def _load_directory(path: Path, *, dtype: torch.dtype, device: str) -> Any:
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are listed below, by name
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise PipelineError(f"{path}: cannot load: {error}") from error
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        found = sorted(map(str, info.get(trouble) or ()))
+        found = sorted(map(str, info.get(trouble) or ()))  # a mismatch comes with both shapes
         if found:
             what = trouble.replace("_keys", " tensors").replace("_", " ")
             raise PipelineError(f"{path}: {len(found)} {what}, first: {found[0]}")

@@ -1,0 +1,50 @@
+"""Extract drafter features with Ray: rollouts, then one teacher-forced pass, into Parquet shards.
+
+python jobs/extract_mtp.py --target smollm2-135m --prompts prompts.jsonl --out OUT
+ray job submit --working-dir . -- python jobs/extract_mtp.py … --out /abs/OUT
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import ray
+import typer
+
+# The packages sit beside this folder; Ray hands its first search path on to the workers.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jobs.ray_pool import RayPool
+from pipeline.errors import PipelineError
+from pipeline.progress import RunProgress
+from pipeline.run import Run, execute, print_summary
+from pipeline.settings import Settings, with_settings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@with_settings
+def main(settings: Settings) -> None:
+    """Let the target model answer prompts and dump the features that train its drafters."""
+    submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if submitted and not Path(settings.out).is_absolute():
+        raise PipelineError(
+            f"--out {settings.out}: must be absolute under `ray job submit`; the job runs in a "
+            "temporary directory, and what it writes there is lost"
+        )
+    settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
+
+    with RunProgress() as progress:
+
+        def ray_pool(run: Run) -> RayPool:
+            # Only now, with the run planned: bad input needs no cluster to be told so.
+            ray.init(configure_logging=False)
+            return RayPool(run.spec, progress.say)
+
+        manifest = execute(settings, ray_pool, progress)
+    print_summary(manifest, settings.out)
+
+
+if __name__ == "__main__":
+    app()

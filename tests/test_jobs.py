@@ -1,0 +1,233 @@
+"""The Ray job: real Ray, real actors, real `ray job submit`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from run_files import data_files, settings_of
+
+from pipeline.errors import IncompleteError, PipelineError
+from pipeline.run import execute
+from pipeline.settings import Settings
+
+ray = pytest.importorskip("ray", reason="Ray tests: pip install 'drafter-features[ray]'")
+
+ROOT = Path(__file__).parent.parent
+JOB = ROOT / "jobs" / "extract_mtp.py"
+# Loopback only; see README for clusters with token authentication.
+ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+CPUS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(
+        address="local",
+        num_cpus=CPUS,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield
+    ray.shutdown()
+
+
+def run_pool(settings: Settings, lines: list[str] | None = None) -> dict[str, Any]:
+    from jobs.ray_pool import RayPool
+
+    said = lines if lines is not None else []
+    return execute(settings, lambda run: RayPool(run.spec, said.append))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_actors_gives_identical_files(
+    workers: int, cluster: None, tiny_run: Path, tmp_path: Path
+) -> None:
+    """And the same as one process without Ray."""
+    run_pool(settings_of(tiny_run, out=str(tmp_path / "out"), workers=workers))
+    assert data_files(tmp_path / "out") == data_files(tiny_run)
+
+
+def kill_first(title: str, killed: list[int]) -> None:
+    """SIGKILL the first process whose title starts so, as soon as it appears."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not killed:
+        for process in psutil.Process().children(recursive=True):
+            try:
+                command = process.cmdline()
+            except psutil.Error:
+                continue
+            if command and command[0].startswith(title):
+                process.kill()
+                killed.append(process.pid)
+                return
+        time.sleep(0.002)
+
+
+def test_a_killed_actor_changes_nothing(cluster: None, tiny_run: Path, tmp_path: Path) -> None:
+    killed: list[int] = []
+    lines: list[str] = []
+    killer = threading.Thread(target=kill_first, args=("ray::WorkerActor.execute", killed))
+    killer.start()
+    run_pool(settings_of(tiny_run, out=str(tmp_path / "out"), workers=2), lines)
+    killer.join()
+    assert killed and any("worker died (ActorDiedError" in line for line in lines)
+    assert data_files(tmp_path / "out") == data_files(tiny_run)
+
+
+def test_a_task_that_keeps_failing_ends_the_run_as_resumable(
+    cluster: None, tiny_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    lines: list[str] = []
+
+    def sabotage(line: str) -> None:
+        lines.append(line)
+
+    from jobs.ray_pool import RayPool
+
+    def make(run: Any) -> Any:
+        pool = RayPool(run.spec, sabotage)
+        plan_file = out / "plan" / "part-00001.parquet"
+        plan_file.rename(plan_file.with_suffix(".gone"))
+        return pool
+
+    with pytest.raises(IncompleteError, match=r"rollout-00001: failed \(FileNotFoundError"):
+        execute(settings_of(tiny_run, out=str(out)), make)
+    assert [line for line in lines if "trying again" in line]
+    (out / "plan" / "part-00001.gone").rename(out / "plan" / "part-00001.parquet")
+    run_pool(settings_of(tiny_run, out=str(out)))
+    assert data_files(out) == data_files(tiny_run)
+
+
+def test_more_workers_than_the_cluster_holds_are_refused(
+    cluster: None, tiny_run: Path, tmp_path: Path
+) -> None:
+    changes = {"out": str(tmp_path / "out"), "workers": 2, "threads": 2}
+    with pytest.raises(PipelineError, match=f"has {CPUS} CPUs and 0 GPUs, enough for 1"):
+        run_pool(settings_of(tiny_run, **changes))
+    with pytest.raises(PipelineError, match="this Ray cluster has no GPU"):
+        run_pool(settings_of(tiny_run, out=str(tmp_path / "gpu"), device="cuda"))
+
+
+def arguments(settings: Settings) -> list[str]:
+    values = settings.model_dump(exclude_none=True)
+    return [part for k, v in values.items() for part in ("--" + k.replace("_", "-"), str(v))]
+
+
+def test_the_job_as_a_plain_program(tiny_run: Path, tmp_path: Path) -> None:
+    """From another directory, with a relative --out, as a user would."""
+    settings = settings_of(tiny_run, out="out", workers=1)
+    command = [sys.executable, str(JOB), *arguments(settings)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "9 rows in = 7 out + 2 rejected (1 bad_json, 1 empty_conversation" in done.stdout
+    assert "rollouts: 2/2 parts, 7 rows" in done.stderr
+    assert data_files(tmp_path / "out") == data_files(tiny_run)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("target", "nowhere", "error: --target nowhere: not a .gguf file"),
+        ("prompts", "nowhere.jsonl", "nowhere.jsonl"),
+        ("top_p", 2, "error: --top-p:"),
+    ],
+)
+def test_bad_options_end_with_one_line_and_code_2(
+    option: str, value: Any, message: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    raw = {**settings_of(tiny_run, out=str(tmp_path / "out")).model_dump(exclude_none=True)}
+    raw[option] = value
+    words = [part for k, v in raw.items() for part in ("--" + k.replace("_", "-"), str(v))]
+    done = subprocess.run(
+        [sys.executable, str(JOB), *words],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """A cluster as `ray start --head` makes it, stopped alone: `ray stop` would take all."""
+    port, dashboard = free_port(), free_port()
+    ray_program = str(Path(sys.executable).parent / "ray")
+    options = [
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+        "--num-cpus=2",
+        f"--ray-client-server-port={free_port()}",
+        "--object-store-memory=104857600",
+        "--disable-usage-stats",
+    ]
+    process = subprocess.Popen(
+        [ray_program, "start", "--head", "--block", *options],
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "ray start ended at once"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", dashboard)) == 0:
+                break
+        time.sleep(0.2)
+    yield address
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=60)
+
+
+def submit(address: str, job_arguments: list[str], working_dir: Path) -> Any:
+    ray_program = str(Path(sys.executable).parent / "ray")
+    command = [ray_program, "job", "submit", "--address", address]
+    command += ["--working-dir", str(working_dir), "--", "python", "jobs/extract_mtp.py"]
+    return subprocess.run(
+        [*command, *job_arguments],
+        env={**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:
+    done = submit(head, arguments(settings_of(tiny_run, out=str(tmp_path / "out"))), ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert data_files(tmp_path / "out") == data_files(tiny_run)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"] is True
+    relative = submit(head, arguments(settings_of(tiny_run, out="lost")), ROOT)
+    assert relative.returncode == 1  # Ray's own code for any failure
+    assert "error: --out lost: must be absolute under `ray job submit`" in relative.stdout
+
+
+def test_the_package_itself_never_imports_ray() -> None:
+    for path in (ROOT / "pipeline").rglob("*.py"):
+        lines = path.read_text().splitlines()
+        assert not [ln for ln in lines if ln.strip().startswith(("import ray", "from ray"))], path

@@ -1,0 +1,126 @@
+"""Schemas: pinned digests, and everything that derives from the TOML."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from datasets import Array2D, Array3D, Features, List, Value
+
+from pipeline.errors import PipelineError
+from pipeline.schema import FOOTER_KEY, bind, column_table, load_schema, schema_refs
+
+# A released schema never changes: make a new version instead, and pin it here.
+PINNED = {
+    "common/v1": "b44fe1bbffc2aaefb2698a4874ff15c4aba1925d978d42e44d140a40bb6a311a",
+    "mtp/v1": "6789b8710279cacb01d9344e4f10508a89c2f6f6f6e8833eb2b070550ec1f76c",
+    "rollout/v1": "ba0406e1339dfb88b761219bf5832dcdff7110bc9890fd0f88e157f1a4fc33f2",
+}
+
+
+def test_released_schemas_have_not_changed() -> None:
+    assert {ref: load_schema(ref).digest for ref in schema_refs()} == PINNED
+
+
+def test_a_column_means_the_same_in_every_schema() -> None:
+    seen = {}
+    for ref in schema_refs():
+        for column in load_schema(ref).columns:
+            same = seen.setdefault(column.name, column)
+            assert (column.dtype, column.shape) == (same.dtype, same.shape), column.name
+
+
+def test_a_name_alone_is_its_newest_version_and_an_unknown_one_is_named() -> None:
+    assert load_schema("mtp").ref == "mtp/v1"
+    with pytest.raises(PipelineError, match="no schema 'mtp/v9'; there are: common/v1"):
+        load_schema("mtp/v9")
+
+
+def gemma_layout():
+    return bind(
+        [load_schema("common"), load_schema("mtp")],
+        sizes={
+            "hidden": 2560,
+            "top_k": 64,
+            "depth": 3,
+            "sliding_kv_heads": 2,
+            "sliding_head_dim": 256,
+            "full_kv_heads": 2,
+            "full_head_dim": 512,
+        },
+        dtypes={"hidden_dtype": "bfloat16", "kv_dtype": "float16"},
+        layer_metadata={"sliding": {"layer": "22"}, "full": {"layer": "23"}},
+    )
+
+
+def test_features_and_arrow_schema_of_the_e4b_geometry() -> None:
+    layout = gemma_layout()
+    features = layout.features()
+    assert features["final_hidden"] == Array2D(shape=(None, 2560), dtype="float32")
+    assert features["sliding_key"] == Array3D(shape=(None, 2, 256), dtype="float32")
+    assert features["full_value"] == Array3D(shape=(None, 2, 512), dtype="float32")
+    assert features["input_ids"] == List(Value("int32"))
+    assert features["sample_id"] == Value("string")
+    schema = layout.arrow_schema({"fingerprint": "x"})
+    assert Features.from_arrow_schema(schema) == features
+    assert json.loads(schema.metadata[FOOTER_KEY]) == {"fingerprint": "x"}
+    key = schema.field("sliding_key")
+    assert key.metadata[b"logical_dtype"] == b"float16" and key.metadata[b"layer"] == b"22"
+    assert key.metadata[b"axes"] == b"T,sliding_kv_heads,sliding_head_dim"
+    assert key.type.storage_type == pa.list_(pa.list_(pa.list_(pa.float32())))
+    # 11 KiB a token of states and KV (DESIGN §7), and what teacher rows, ids and masks add
+    states = sum(c.bytes_per_token for c in layout.columns if c.dtype in ("bfloat16", "float16"))
+    assert states == 2 * (2560 + 2 * 2 * 256 + 2 * 2 * 512) == 11 * 1024
+    assert layout.bytes_per_token == states + 4 * (1 + 1 + 1 + 64 + 64 + 3) + 1 + 3
+
+
+def test_columns_of_layer_types_the_target_lacks_are_absent() -> None:
+    layout = bind(
+        [load_schema("mtp")],
+        sizes={"hidden": 8, "depth": 3, "full_kv_heads": 1, "full_head_dim": 4},
+        dtypes={"hidden_dtype": "float32", "kv_dtype": "float32"},
+        layer_metadata={"full": {}},
+    )
+    names = [column.name for column in layout.columns]
+    assert names == ["final_hidden", "target_ids", "target_mask", "full_key", "full_value"]
+
+
+def test_the_column_table_covers_every_column() -> None:
+    table = column_table(load_schema("mtp"))
+    assert table[1]["name"] == "sliding_key"
+    assert table[1]["shape"] == "[T, sliding_kv_heads, sliding_head_dim]"
+    assert all(row["meaning"] for row in table)
+
+
+def test_schemas_are_found_from_an_installed_wheel(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    copy = tmp_path / "checkout"
+    for name in ("pipeline", "schemas"):
+        shutil.copytree(root / name, copy / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy)
+    pip = [sys.executable, "-m", "pip"]
+    wheel_dir = ["--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    # from a copy, so that no build folder appears in the checkout
+    subprocess.run([*pip, "wheel", "-q", *wheel_dir, copy], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    install = [*pip, "install", "-q", "--no-deps", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    code = (
+        "import pipeline.schema as s; print(s.SCHEMA_ROOT); print(s.schema_refs());"
+        "print((s.SCHEMA_ROOT / 'alignment.toml').is_file())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PATH": ""},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    assert shown[0] == str(site / "pipeline" / "schemas")
+    assert shown[1] == str(sorted(PINNED)) and shown[2] == "True"
