@@ -287,9 +287,10 @@ def _with_marks(messages: Sequence[Message], *, roles: Collection[str]) -> list[
     Letters survive every template's stripping and quoting.
     """
     texts = "\0".join(content for _, content in messages)
+    digest = hashlib.sha256(texts.encode()).hexdigest()
     salt = 0
     while True:
-        marks = [_mark(f"{salt} {turn} {texts}") for turn in range(len(messages))]
+        marks = [_mark(f"{digest} {salt} {turn}") for turn in range(len(messages))]
         if not any(mark in texts for mark in marks):
             break
         salt += 1

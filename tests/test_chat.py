@@ -11,7 +11,15 @@ import pytest
 import templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.chat import ChatRenderer
@@ -179,6 +187,10 @@ def test_history_that_changes() -> None:
         "{% for m in messages %}{{ m.content[:40] }};{% endfor %}",
         "{% for m in messages %}{{ m.content | replace('question', 'x') }};{% endfor %}",
         "{% for m in messages | reverse %}{{ m.content }};{% endfor %}",
+        # What surrounds a text must not depend on it.
+        "{% for m in messages %}{{ m.content }};{{ '!' if 'one' in m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }};{% endfor %}"
+        "{% if 'question' in messages[0].content %}!{% endif %}",
     ],
 )
 def test_template_that_drops_text(template: str) -> None:
@@ -187,6 +199,24 @@ def test_template_that_drops_text(template: str) -> None:
     with pytest.raises(RowReject) as caught:
         renderer.given_row(messages)
     assert caught.value.reason == "template_drops_text"
+
+
+def test_printing_twice_is_named() -> None:
+    renderer = ChatRenderer(byte_tokenizer("{{ messages[0].content }} {{ messages[0].content }}"))
+    assert reject_of(renderer, chat("q")) == (
+        "template_drops_text",
+        "turn 0 (user) is printed 2 times",
+    )
+
+
+def test_stripped_text_before_a_line_break() -> None:
+    # "q\n" as it is also stands there, made of the stripped text and the template's own break.
+    template = "{% for m in messages %}{{ m.content | trim }}\n<eos>{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(template))
+    messages = chat("q\n", "a\n")
+    ids, mask = renderer.given_row(messages)
+    assert text_of(renderer, ids) == "q\n<eos>a\n<eos>"
+    assert text_of(renderer, ids[mask == 1]) == "a"
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
@@ -284,6 +314,20 @@ def test_tokenizer_that_adds_spaces() -> None:
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     with pytest.raises(PipelineError, match="puts a space before"):
         ChatRenderer(tokenizer)
+
+
+def test_tokenizer_that_adds_bos_itself() -> None:
+    tokenizer = byte_tokenizer(templates.LLAMA3)
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    assert tokenizer("a")["input_ids"][0] == bos
+    renderer = ChatRenderer(tokenizer)
+    first, second = map(renderer.encode, renderer.prompt_segments(chat("q", "a", "r")))
+    assert first.tolist()[0] == bos
+    assert first.tolist().count(bos) == 1
+    assert bos not in second.tolist()
 
 
 # ---- given rows
@@ -461,6 +505,12 @@ def test_length_ends_the_conversation() -> None:
     assert text_of(renderer, state.ids).endswith("<|im_start|>assistant\ncut of")
     with pytest.raises(ValueError, match="has ended"):
         state.add_answer([1], "length")
+
+
+def test_length_ends_it_even_at_the_token_that_follows() -> None:
+    state = Conversation([[1], [7, 2]], eos_ids={9})
+    state.add_answer([5, 7], "length")
+    assert state.next_prompt() is None
 
 
 def test_another_terminator_ends_the_conversation() -> None:
