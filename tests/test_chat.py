@@ -155,7 +155,7 @@ def reject_of(renderer: ChatRenderer, messages: list[Message]) -> tuple[str, str
 
 
 def test_template_refused() -> None:
-    renderer = ChatRenderer(byte_tokenizer(templates.NO_SYSTEM))
+    renderer = ChatRenderer(byte_tokenizer(templates.NO_SYSTEM, eos="</turn>"))
     assert renderer.prompt_segments(chat("q"))[0].startswith("<bos><turn>user\nq")
     reason, detail = reject_of(renderer, chat("q", system="S"))
     assert (reason, detail) == ("template_refused", "TemplateError: System role not supported")
@@ -201,6 +201,14 @@ def test_template_that_drops_text(template: str) -> None:
     assert caught.value.reason == "template_drops_text"
 
 
+def test_end_ids_in_text_are_control_tokens() -> None:
+    # Some GGUF files list their end-of-turn token as ordinary vocabulary.
+    renderer = ChatRenderer(byte_tokenizer("{% for m in messages %}{{ m.content }};{% endfor %}"))
+    semicolon = int(renderer.encode(";")[0])
+    ends = ChatRenderer(renderer._tokenizer, eos_ids=[semicolon])
+    assert reject_of(ends, chat("a;b")) == ("control_token", "a user turn contains ';'")
+
+
 def test_printing_twice_is_named() -> None:
     renderer = ChatRenderer(byte_tokenizer("{{ messages[0].content }} {{ messages[0].content }}"))
     assert reject_of(renderer, chat("q")) == (
@@ -239,7 +247,7 @@ def test_plain_added_tokens_may_be_typed() -> None:
 
 def test_normalised_control_token() -> None:
     # Full-width brackets become a control token only inside the tokenizer.
-    tokenizer = byte_tokenizer(templates.CHATML)
+    tokenizer = byte_tokenizer(templates.CHATML, eos="<|im_end|>")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<|wide|>", special=True, normalized=True)])
     assert reject_of(ChatRenderer(tokenizer), chat("＜|wide|＞"))[0] == "control_token"
@@ -262,9 +270,8 @@ def test_unknown_character_is_no_control_token() -> None:
 def test_no_template() -> None:
     with pytest.raises(PipelineError, match="no chat template"):
         ChatRenderer(byte_tokenizer(None))
-    assert (
-        ChatRenderer(byte_tokenizer(None), template=templates.CHATML).template == templates.CHATML
-    )
+    tokenizer = byte_tokenizer(None, eos="<|im_end|>")
+    assert ChatRenderer(tokenizer, template=templates.CHATML).template == templates.CHATML
 
 
 def test_two_bos() -> None:
@@ -304,20 +311,22 @@ def test_clock_is_refused_unless_the_date_is_given() -> None:
     )
     template = clock + "{{ date_string }}" + templates.CHATML
     with pytest.raises(PipelineError, match="prints today's date"):
-        ChatRenderer(byte_tokenizer(template))
-    dated = ChatRenderer(byte_tokenizer(template), template_args={"date_string": "26 Jul"})
+        ChatRenderer(byte_tokenizer(template, eos="<|im_end|>"))
+    dated = ChatRenderer(
+        byte_tokenizer(template, eos="<|im_end|>"), template_args={"date_string": "26 Jul"}
+    )
     assert dated.prompt_segments(chat("q"))[0].startswith("26 Jul<|im_start|>")
 
 
 def test_tokenizer_that_adds_spaces() -> None:
-    tokenizer = byte_tokenizer(templates.CHATML)
+    tokenizer = byte_tokenizer(templates.CHATML, eos="<|im_end|>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     with pytest.raises(PipelineError, match="puts a space before"):
         ChatRenderer(tokenizer)
 
 
 def test_tokenizer_that_adds_bos_itself() -> None:
-    tokenizer = byte_tokenizer(templates.LLAMA3)
+    tokenizer = byte_tokenizer(templates.LLAMA3, eos="<|eot|>")
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", bos)]
@@ -360,11 +369,20 @@ def test_empty_thought_is_not_learnt() -> None:
     assert text_of(renderer, ids[mask == 1]) == "yes<|im_end|>"
 
 
-def test_end_of_turn_counts_only_as_an_eos() -> None:
-    tokenizer = byte_tokenizer(templates.CHATML)  # eos_ids: <eos> alone
-    renderer = ChatRenderer(tokenizer)
+def test_only_an_eos_counts_as_end_of_turn() -> None:
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(template))
     ids, mask = renderer.given_row(chat("q", "yes"))
+    assert text_of(renderer, ids) == "q;yes;"
     assert text_of(renderer, ids[mask == 1]) == "yes"
+
+
+def test_end_of_turn_must_be_an_end_id() -> None:
+    tokenizer = byte_tokenizer(templates.LLAMA3)
+    end = tokenizer.convert_tokens_to_ids("<|eot|>")
+    with pytest.raises(PipelineError, match=rf"ends answers with '<\|eot\|>' \(id {end}\)"):
+        ChatRenderer(tokenizer)
+    assert ChatRenderer(tokenizer, eos_ids=[end]).eos_ids == {end, tokenizer.eos_token_id}
 
 
 def test_trailing_user_turn_is_kept_unlearnt() -> None:
