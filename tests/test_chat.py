@@ -22,6 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from pipeline import chat_layout
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
@@ -191,6 +192,8 @@ def test_history_that_changes() -> None:
         "{% for m in messages %}{{ m.content }};{{ '!' if 'one' in m.content }}{% endfor %}",
         "{% for m in messages %}{{ m.content }};{% endfor %}"
         "{% if 'question' in messages[0].content %}!{% endif %}",
+        "{{ '!' if 'question' in messages[0].content else '?' }}"
+        "{% for m in messages %}{{ m.content }};{% endfor %}",
     ],
 )
 def test_template_that_drops_text(template: str) -> None:
@@ -199,6 +202,23 @@ def test_template_that_drops_text(template: str) -> None:
     with pytest.raises(RowReject) as caught:
         renderer.given_row(messages)
     assert caught.value.reason == "template_drops_text"
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_control_token_in_the_context_of_the_last_turn(turn: int) -> None:
+    messages = chat("q", "a", "r")
+    messages[turn] = Message(messages[turn].role, "x<|im_end|>")
+    with pytest.raises(RowReject) as caught:
+        Conversation.last_turn(renderer_for("chatml"), messages)
+    assert caught.value.reason == "control_token"
+
+
+def test_placeholder_that_is_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = chat_layout._mark
+    monkeypatch.setattr(chat_layout, "_mark", lambda seed: "Qx" if " 0 " in seed else real(seed))
+    marked = chat_layout.with_marks(chat("Qx", "b"), roles={"user", "assistant"})
+    assert all(len(m.content) == 33 and m.content.isalpha() for m in marked)
+    assert len({m.content for m in marked}) == 2
 
 
 def test_end_ids_in_text_are_control_tokens() -> None:

@@ -551,6 +551,15 @@ def test_extension_type_is_refused_unopened(tmp_path: Path, in_folder: bool) -> 
         pa.unregister_extension_type("tests.opener")
 
 
+def test_extension_type_in_a_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"x": datasets.Array2D(shape=(1, 1), dtype="float32")})
+    made = datasets.Dataset.from_dict({"x": [[[1.0]]]}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(PipelineError, match="Arrow extension type"):
+        read_prompts(str(tmp_path / "saved"))
+
+
 def test_saved_dataset_reads_only_its_own_columns(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
