@@ -4,15 +4,15 @@ The chat template is rendered with a placeholder where each answer goes and cut 
 texts between answers (segments) are tokenised one by one; answers stay the ids they are.
 """
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.chat_layout import Layout, interleave, lay_out, with_marks
 from pipeline.errors import PipelineError, RowReject
 from pipeline.prompts import Message
 
@@ -25,16 +25,6 @@ class GivenRow(NamedTuple):
 
     ids: Int32Array
     loss_mask: UInt8Array
-
-
-class Layout(NamedTuple):
-    """A rendering cut at its answers: segment 0, answer 0, segment 1, … as printed.
-
-    There is one segment more than there are answers; the last may be empty.
-    """
-
-    segments: list[str]
-    answers: list[str]
 
 
 class ChatRenderer:
@@ -60,7 +50,8 @@ class ChatRenderer:
         eos_ids: the target model's end ids, besides the tokenizer's `eos_token_id`.
 
         Raises PipelineError: no template, one that does not compile, breaks out of the sandbox,
-        reads the clock or prints two BOS; a tokenizer that adds a space before each text.
+        reads the clock, prints two BOS or ends answers with a token that is no end id; a
+        tokenizer that adds a space before each text.
         """
         self._tokenizer = tokenizer
         try:
@@ -78,7 +69,7 @@ class ChatRenderer:
         added: Mapping[int, Any] = tokenizer.added_tokens_decoder
         self._control_ids = frozenset(
             i for i, token in added.items() if token.special or self._is_markup(token.content)
-        )
+        ).union(self.eos_ids)
         self._try_out()
 
     def _is_markup(self, token: str) -> bool:
@@ -99,11 +90,29 @@ class ChatRenderer:
                     "The chat template prints today's date, so a run could not be repeated; "
                     "fix the date through template_args (Llama: date_string='26 Jul 2024')"
                 ) from None
+        self._check_end_of_turn()
         letter = self.encode("a").tolist()
         if self.encode("b\na").tolist()[-len(letter) :] != letter:
             raise PipelineError(
                 "This tokenizer puts a space before each text it is given, so a conversation "
                 "cannot be tokenised piece by piece; such tokenizers are not supported"
+            )
+
+    def _check_end_of_turn(self) -> None:
+        """Raise PipelineError if answers end with a control token that is not in `eos_ids`.
+
+        Generation would run past it, and the loss mask would leave it out.
+        """
+        try:
+            turns = [Message("user", "Hello"), Message("assistant", "Hi")]
+            following = self.encode(self._lay_out(turns, generate=False).segments[1]).tolist()
+        except RowReject:  # a template may refuse this one conversation
+            return
+        if following and following[0] in self._control_ids - self.eos_ids:
+            token = self._tokenizer.convert_ids_to_tokens(following[0])
+            raise PipelineError(
+                f"The chat template ends answers with {token!r} (id {following[0]}), but answers "
+                f"are said to end with the ids {sorted(self.eos_ids)}; add it to the end ids"
             )
 
     def encode(self, text: str) -> Int32Array:
@@ -129,13 +138,13 @@ class ChatRenderer:
         """
         history = _up_to_last_user(messages)
         self._check_control([message for message in history if message.role != "assistant"])
-        history = _with_marks(history, roles={"assistant"})
+        history = with_marks(history, roles={"assistant"})
         marks = [message.content for message in history if message.role == "assistant"]
         segments = self._lay_out(history, generate=True).segments
         users = [index for index, message in enumerate(history) if message.role == "user"]
         for count, end in enumerate(users[:-1]):
             shorter = self._render(history[: end + 1], generate=True)
-            if shorter != _interleave(segments[: count + 1], marks[:count]):
+            if shorter != interleave(segments[: count + 1], marks[:count]):
                 detail = f"the first {end + 1} turns are printed differently when turns follow"
                 raise RowReject("history_changes", detail)
         return segments
@@ -206,6 +215,9 @@ class ChatRenderer:
             )
         return text
 
+    def _lay_out(self, messages: Sequence[Message], *, generate: bool) -> Layout:
+        return lay_out(messages, partial(self._render, generate=generate))
+
     def _check_control(self, messages: Sequence[Message]) -> None:
         """Raise RowReject control_token where a text would be read as the template's markup."""
         unknown = self._tokenizer.unk_token_id
@@ -216,101 +228,9 @@ class ChatRenderer:
                 if token_id != unknown or token in content:
                     raise RowReject("control_token", f"a {role} turn contains {token!r}")
 
-    def _lay_out(self, messages: Sequence[Message], *, generate: bool) -> Layout:
-        """Find each turn's text in the rendering, so that nothing is lost, added or rewritten.
-
-        The template is rendered twice: with a placeholder for every content, which gives the
-        fixed texts, and with the contents. The second must be the first with each content
-        filled in, as it is or stripped.
-        """
-        pieces = self._fixed_pieces(messages, generate=generate)
-        text = self._render(messages, generate=generate)
-        layout = Layout([""], [])
-        position = 0
-        for (fixed, turn), (following, _) in pairwise([*pieces, ("", -1)]):
-            if not text.startswith(fixed, position):
-                raise RowReject("template_drops_text", "the text of a turn changes others' text")
-            position += len(fixed)
-            layout.segments[-1] += fixed
-            if turn < 0:
-                break
-            role, content = messages[turn]
-            printed = _printed_form(content, text, position, following)
-            if printed is None:
-                detail = f"turn {turn} ({role}) is not printed as it is, nor stripped"
-                raise RowReject("template_drops_text", detail)
-            position += len(printed)
-            if role == "assistant":
-                layout.answers.append(printed)
-                layout.segments.append("")
-            else:
-                layout.segments[-1] += printed
-        if position != len(text):
-            raise RowReject("template_drops_text", "the template adds text after the last turn")
-        return layout
-
-    def _fixed_pieces(
-        self, messages: Sequence[Message], *, generate: bool
-    ) -> list[tuple[str, int]]:
-        """The fixed texts in printed order, each with the turn that follows it; -1 at the end.
-
-        Printed order need not be the turns' order: some templates move the system turn.
-        """
-        marked = _with_marks(messages, roles={"system", "user", "assistant"})
-        text = self._render(marked, generate=generate)
-        for turn, (role, mark) in enumerate(marked):
-            if (count := text.count(mark)) != 1:
-                detail = f"turn {turn} ({role}) is printed {count} times"
-                raise RowReject("template_drops_text", detail)
-        order = sorted(range(len(marked)), key=lambda turn: text.index(marked[turn].content))
-        answers = [turn for turn in order if marked[turn].role == "assistant"]
-        if answers != sorted(answers):
-            raise RowReject("template_drops_text", "the answers are printed in another order")
-        pieces, position = [], 0
-        for turn in order:
-            start = text.index(marked[turn].content)
-            pieces.append((text[position:start], turn))
-            position = start + len(marked[turn].content)
-        return [*pieces, (text[position:], -1)]
-
 
 def _up_to_last_user(messages: Sequence[Message]) -> list[Message]:
     users = [index for index, message in enumerate(messages) if message.role == "user"]
     if not users:
         raise ValueError("a conversation needs a user turn; prompts.py rejects others")
     return list(messages[: users[-1] + 1])
-
-
-def _with_marks(messages: Sequence[Message], *, roles: Collection[str]) -> list[Message]:
-    """The turns of these roles get a placeholder: letters only, found in no turn's text.
-
-    Letters survive every template's stripping and quoting.
-    """
-    texts = "\0".join(content for _, content in messages)
-    salt = 0
-    while True:
-        marks = [_mark(f"{salt} {turn} {texts}") for turn in range(len(messages))]
-        if not any(mark in texts for mark in marks):
-            break
-        salt += 1
-    return [
-        Message(role, mark if role in roles else content)
-        for (role, content), mark in zip(messages, marks, strict=True)
-    ]
-
-
-def _mark(seed: str) -> str:
-    digest = hashlib.sha256(seed.encode()).digest()
-    return "Q" + "".join(chr(ord("a") + byte % 26) for byte in digest)
-
-
-def _printed_form(content: str, text: str, position: int, following: str) -> str | None:
-    """How a content stands at a position of the text: as it is or stripped; None if neither."""
-    for form in (content, content.strip(), content.lstrip(), content.rstrip()):
-        if text.startswith(form, position) and text.startswith(following, position + len(form)):
-            return form
-    return None
-
-
-def _interleave(segments: Sequence[str], answers: Sequence[str]) -> str:
-    return "".join(a + b for a, b in zip(segments, [*answers, ""], strict=True))

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.prompt_sources import COLUMNS, SourceRow, quote, refuse_extension_types
+from pipeline.prompt_sources import (
+    COLUMNS,
+    SourceRow,
+    quote,
+    refuse_extension_name,
+    refuse_extension_types,
+)
 
+_SCHEMA_BYTES = 16 * 2**20
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -39,6 +46,9 @@ def _load_folder(folder: Path) -> Any:
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     for file in sorted(folder.rglob("*.parquet")):
         refuse_extension_types(file)
+    for file in sorted(folder.rglob("*.arrow")):
+        with file.open("rb") as stream:  # the schema opens an Arrow file, as plain bytes
+            refuse_extension_name(stream.read(_SCHEMA_BYTES), file)
     if not saved:
         return _load(str(folder), str(folder))
     from datasets import load_from_disk

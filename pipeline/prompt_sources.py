@@ -238,11 +238,16 @@ def refuse_extension_types(path: Path) -> None:
         text = found.group()
         for shift in range(4):
             whole = text[shift : shift + (len(text) - shift) // 4 * 4]
-            if b"ARROW:extension:name" in base64.b64decode(whole):
-                raise PipelineError(
-                    f"{path.name} holds an Arrow extension type, whose reading may run code; "
-                    "write the prompts again as plain columns (strings, lists, structs)"
-                )
+            refuse_extension_name(base64.b64decode(whole), path)
+
+
+def refuse_extension_name(schema: bytes, path: Path) -> None:
+    """Raise PipelineError if the bytes of an Arrow schema name an extension type."""
+    if b"ARROW:extension:name" in schema:
+        raise PipelineError(
+            f"{path.name} holds an Arrow extension type, whose reading may run code; "
+            "write the prompts again as plain columns (strings, lists, structs)"
+        )
 
 
 def _parquet_rows(path: Path) -> Iterator[SourceRow]:

@@ -11,9 +11,18 @@ import pytest
 import templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
+from pipeline import chat_layout
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
@@ -147,7 +156,7 @@ def reject_of(renderer: ChatRenderer, messages: list[Message]) -> tuple[str, str
 
 
 def test_template_refused() -> None:
-    renderer = ChatRenderer(byte_tokenizer(templates.NO_SYSTEM))
+    renderer = ChatRenderer(byte_tokenizer(templates.NO_SYSTEM, eos="</turn>"))
     assert renderer.prompt_segments(chat("q"))[0].startswith("<bos><turn>user\nq")
     reason, detail = reject_of(renderer, chat("q", system="S"))
     assert (reason, detail) == ("template_refused", "TemplateError: System role not supported")
@@ -179,6 +188,12 @@ def test_history_that_changes() -> None:
         "{% for m in messages %}{{ m.content[:40] }};{% endfor %}",
         "{% for m in messages %}{{ m.content | replace('question', 'x') }};{% endfor %}",
         "{% for m in messages | reverse %}{{ m.content }};{% endfor %}",
+        # What surrounds a text must not depend on it.
+        "{% for m in messages %}{{ m.content }};{{ '!' if 'one' in m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }};{% endfor %}"
+        "{% if 'question' in messages[0].content %}!{% endif %}",
+        "{{ '!' if 'question' in messages[0].content else '?' }}"
+        "{% for m in messages %}{{ m.content }};{% endfor %}",
     ],
 )
 def test_template_that_drops_text(template: str) -> None:
@@ -187,6 +202,49 @@ def test_template_that_drops_text(template: str) -> None:
     with pytest.raises(RowReject) as caught:
         renderer.given_row(messages)
     assert caught.value.reason == "template_drops_text"
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_control_token_in_the_context_of_the_last_turn(turn: int) -> None:
+    messages = chat("q", "a", "r")
+    messages[turn] = Message(messages[turn].role, "x<|im_end|>")
+    with pytest.raises(RowReject) as caught:
+        Conversation.last_turn(renderer_for("chatml"), messages)
+    assert caught.value.reason == "control_token"
+
+
+def test_placeholder_that_is_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = chat_layout._mark
+    monkeypatch.setattr(chat_layout, "_mark", lambda seed: "Qx" if " 0 " in seed else real(seed))
+    marked = chat_layout.with_marks(chat("Qx", "b"), roles={"user", "assistant"})
+    assert all(len(m.content) == 33 and m.content.isalpha() for m in marked)
+    assert len({m.content for m in marked}) == 2
+
+
+def test_end_ids_in_text_are_control_tokens() -> None:
+    # Some GGUF files list their end-of-turn token as ordinary vocabulary.
+    renderer = ChatRenderer(byte_tokenizer("{% for m in messages %}{{ m.content }};{% endfor %}"))
+    semicolon = int(renderer.encode(";")[0])
+    ends = ChatRenderer(renderer._tokenizer, eos_ids=[semicolon])
+    assert reject_of(ends, chat("a;b")) == ("control_token", "a user turn contains ';'")
+
+
+def test_printing_twice_is_named() -> None:
+    renderer = ChatRenderer(byte_tokenizer("{{ messages[0].content }} {{ messages[0].content }}"))
+    assert reject_of(renderer, chat("q")) == (
+        "template_drops_text",
+        "turn 0 (user) is printed 2 times",
+    )
+
+
+def test_stripped_text_before_a_line_break() -> None:
+    # "q\n" as it is also stands there, made of the stripped text and the template's own break.
+    template = "{% for m in messages %}{{ m.content | trim }}\n<eos>{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(template))
+    messages = chat("q\n", "a\n")
+    ids, mask = renderer.given_row(messages)
+    assert text_of(renderer, ids) == "q\n<eos>a\n<eos>"
+    assert text_of(renderer, ids[mask == 1]) == "a"
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
@@ -209,7 +267,7 @@ def test_plain_added_tokens_may_be_typed() -> None:
 
 def test_normalised_control_token() -> None:
     # Full-width brackets become a control token only inside the tokenizer.
-    tokenizer = byte_tokenizer(templates.CHATML)
+    tokenizer = byte_tokenizer(templates.CHATML, eos="<|im_end|>")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<|wide|>", special=True, normalized=True)])
     assert reject_of(ChatRenderer(tokenizer), chat("＜|wide|＞"))[0] == "control_token"
@@ -232,9 +290,8 @@ def test_unknown_character_is_no_control_token() -> None:
 def test_no_template() -> None:
     with pytest.raises(PipelineError, match="no chat template"):
         ChatRenderer(byte_tokenizer(None))
-    assert (
-        ChatRenderer(byte_tokenizer(None), template=templates.CHATML).template == templates.CHATML
-    )
+    tokenizer = byte_tokenizer(None, eos="<|im_end|>")
+    assert ChatRenderer(tokenizer, template=templates.CHATML).template == templates.CHATML
 
 
 def test_two_bos() -> None:
@@ -274,16 +331,32 @@ def test_clock_is_refused_unless_the_date_is_given() -> None:
     )
     template = clock + "{{ date_string }}" + templates.CHATML
     with pytest.raises(PipelineError, match="prints today's date"):
-        ChatRenderer(byte_tokenizer(template))
-    dated = ChatRenderer(byte_tokenizer(template), template_args={"date_string": "26 Jul"})
+        ChatRenderer(byte_tokenizer(template, eos="<|im_end|>"))
+    dated = ChatRenderer(
+        byte_tokenizer(template, eos="<|im_end|>"), template_args={"date_string": "26 Jul"}
+    )
     assert dated.prompt_segments(chat("q"))[0].startswith("26 Jul<|im_start|>")
 
 
 def test_tokenizer_that_adds_spaces() -> None:
-    tokenizer = byte_tokenizer(templates.CHATML)
+    tokenizer = byte_tokenizer(templates.CHATML, eos="<|im_end|>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     with pytest.raises(PipelineError, match="puts a space before"):
         ChatRenderer(tokenizer)
+
+
+def test_tokenizer_that_adds_bos_itself() -> None:
+    tokenizer = byte_tokenizer(templates.LLAMA3, eos="<|eot|>")
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    assert tokenizer("a")["input_ids"][0] == bos
+    renderer = ChatRenderer(tokenizer)
+    first, second = map(renderer.encode, renderer.prompt_segments(chat("q", "a", "r")))
+    assert first.tolist()[0] == bos
+    assert first.tolist().count(bos) == 1
+    assert bos not in second.tolist()
 
 
 # ---- given rows
@@ -316,11 +389,20 @@ def test_empty_thought_is_not_learnt() -> None:
     assert text_of(renderer, ids[mask == 1]) == "yes<|im_end|>"
 
 
-def test_end_of_turn_counts_only_as_an_eos() -> None:
-    tokenizer = byte_tokenizer(templates.CHATML)  # eos_ids: <eos> alone
-    renderer = ChatRenderer(tokenizer)
+def test_only_an_eos_counts_as_end_of_turn() -> None:
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(template))
     ids, mask = renderer.given_row(chat("q", "yes"))
+    assert text_of(renderer, ids) == "q;yes;"
     assert text_of(renderer, ids[mask == 1]) == "yes"
+
+
+def test_end_of_turn_must_be_an_end_id() -> None:
+    tokenizer = byte_tokenizer(templates.LLAMA3)
+    end = tokenizer.convert_tokens_to_ids("<|eot|>")
+    with pytest.raises(PipelineError, match=rf"ends answers with '<\|eot\|>' \(id {end}\)"):
+        ChatRenderer(tokenizer)
+    assert ChatRenderer(tokenizer, eos_ids=[end]).eos_ids == {end, tokenizer.eos_token_id}
 
 
 def test_trailing_user_turn_is_kept_unlearnt() -> None:
@@ -461,6 +543,12 @@ def test_length_ends_the_conversation() -> None:
     assert text_of(renderer, state.ids).endswith("<|im_start|>assistant\ncut of")
     with pytest.raises(ValueError, match="has ended"):
         state.add_answer([1], "length")
+
+
+def test_length_ends_it_even_at_the_token_that_follows() -> None:
+    state = Conversation([[1], [7, 2]], eos_ids={9})
+    state.add_answer([5, 7], "length")
+    assert state.next_prompt() is None
 
 
 def test_another_terminator_ends_the_conversation() -> None:

@@ -195,6 +195,12 @@ def test_hostile_quotes_cost_linear_time(write: Write) -> None:
     assert reasons(write('{"a":"' + '\\"' * 400_000 + "[" * 200)) == ["bad_json"]
 
 
+def test_many_brackets_are_not_depth(write: Write) -> None:
+    wide = {"tags": [[{}]] * 300, "messages": [{"role": "user", "content": '["\\' * 300}]}
+    deepest = '{"tags":' + "[" * 99 + "]" * 99 + ',"messages":[{"role":"user","content":"a"}]}'
+    assert reasons(write(wide, deepest)) == [None, None]
+
+
 # ---- texts
 
 
@@ -360,6 +366,7 @@ def test_prompt_hash_sees_ids_texts_roles_order_and_borders() -> None:
     others = [
         hash_of(("b", [("user", "y")]), ("a", [("user", "x")])),
         hash_of(("a", [("user", "x")])),
+        hash_of(("a", [("user", "x")]), ("c", [("user", "y")])),
         hash_of(("a", [("user", "x")]), ("b", [("system", "y")])),
         hash_of(("a", [("user", "x")]), ("b", [("user", "y ")])),
         hash_of(("a", [("user", "x"), ("user", "y")]), ("b", [])),
@@ -526,20 +533,39 @@ class Opener(pa.ExtensionType):
         return cls()
 
 
-@pytest.mark.parametrize("padding", range(4))
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_extension_type_is_refused_unopened(tmp_path: Path, padding: int, in_folder: bool) -> None:
+def test_extension_type_is_refused_unopened(tmp_path: Path, in_folder: bool) -> None:
     column = pa.ExtensionArray.from_storage(Opener(), pa.array(["x"]))
-    table = pa.table({"messages": pa.array([HELLO]), "x" * (padding + 1): column})
-    pq.write_table(table, tmp_path / "x.parquet")
+    path = tmp_path / "x.parquet"
     pa.register_extension_type(Opener())
-    Opener.opened = 0
     try:
-        with pytest.raises(PipelineError, match="Arrow extension type"):
-            list(read_prompts(str(tmp_path if in_folder else tmp_path / "x.parquet")))
-        assert Opener.opened == 0
+        # The length of the schema decides which byte stands before it in the footer.
+        for width in range(0, 80, 2):
+            plain = {f"plain_{n}": [1] for n in range(width)}
+            pq.write_table(pa.table({"messages": [HELLO], **plain, "odd": column}), path)
+            Opener.opened = 0
+            with pytest.raises(PipelineError, match="Arrow extension type"):
+                list(read_prompts(str(tmp_path if in_folder else path)))
+            assert Opener.opened == 0
     finally:
         pa.unregister_extension_type("tests.opener")
+
+
+def test_extension_type_in_a_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"x": datasets.Array2D(shape=(1, 1), dtype="float32")})
+    made = datasets.Dataset.from_dict({"x": [[[1.0]]]}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(PipelineError, match="Arrow extension type"):
+        read_prompts(str(tmp_path / "saved"))
+
+
+def test_saved_dataset_reads_only_its_own_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
+    table = pa.table({"messages": pa.array([HELLO]), "junk": broken})
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    assert accepted(str(tmp_path / "saved")).messages == (Message("user", "Hello"),)
 
 
 def test_saved_dataset_and_its_splits(tmp_path: Path) -> None:
