@@ -17,8 +17,9 @@ sys.path.insert(0, ROOT)
 from jobs.ray_pool import RayPool
 from pipeline.errors import PipelineError
 from pipeline.progress import RunProgress
-from pipeline.run import Run, execute, print_summary
+from pipeline.run import Run, execute
 from pipeline.settings import Settings, with_settings
+from pipeline.summary import print_summary
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

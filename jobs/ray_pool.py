@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.manifest import Commit
-from pipeline.run import Task, Worker, WorkerSpec, versions
+from pipeline.worker import Task, Worker, WorkerSpec, versions
 
 MAX_DEATHS = 3  # process deaths of one task before it is given up
 MAX_ERRORS = 2  # exceptions of one task before it is given up

@@ -20,7 +20,6 @@ from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
 from pipeline.extract import RowRange, ShardTask
-from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder
 from pipeline.prompts import PromptHasher, PromptRow, read_prompts
 from pipeline.schema import Layout
@@ -78,7 +77,7 @@ def fingerprint_of(fields: Mapping[str, Any]) -> str:
 
 
 def write_parts(
-    settings: Settings, renderer: ChatRenderer, geometry: Geometry, folder: Path
+    settings: Settings, renderer: ChatRenderer, longest: int, folder: Path
 ) -> tuple[list[int], list[Reject], str]:
     """Read, render and tokenise every prompt into part files under `folder`.
 
@@ -103,7 +102,7 @@ def write_parts(
             continue
         hasher.update(row)
         try:
-            pending.append(_planned(row, renderer, settings, geometry.context_length))
+            pending.append(_planned(row, renderer, settings, longest))
         except RowReject as reject:
             rejects.append(
                 Reject(
@@ -123,7 +122,7 @@ def write_parts(
 
 
 def _planned(
-    row: PromptRow, renderer: ChatRenderer, settings: Settings, context_length: int
+    row: PromptRow, renderer: ChatRenderer, settings: Settings, longest: int
 ) -> dict[str, Any]:
     """One row of a part file. Raises RowReject."""
     mask = None
@@ -134,9 +133,9 @@ def _planned(
         start = Conversation.all_turns if settings.turns == "all" else Conversation.last_turn
         conversation = start(renderer, row.messages)
         segments, room = [ids.tolist() for ids in conversation.segments], 1
-    if len(segments[0]) + room > context_length:
+    if len(segments[0]) + room > longest:
         raise RowReject(
-            "too_long", f"{len(segments[0])} tokens, and the context holds {context_length}"
+            "too_long", f"{len(segments[0])} tokens, and a row holds {longest} (--max-length)"
         )
     return {
         "sample_id": row.sample_id,
@@ -151,18 +150,19 @@ def make_plan(
     *,
     folder: RunFolder,
     renderer: ChatRenderer,
-    geometry: Geometry,
+    longest: int,
     fields: Mapping[str, Any],
 ) -> Plan:
     """Plan a new run into OUT/plan, or check that OUT/plan is the plan of this very run.
 
-    fields: the fingerprint's fields but `prompts_sha256`, which comes from reading the prompts.
+    longest: tokens of the longest row; fields: the fingerprint's fields but `prompts_sha256`,
+    which comes from reading the prompts.
     Raises PipelineError naming each field in which a run that is already there differs.
     """
     scratch = folder.staging / "plan"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    parts, rejects, prompts_sha256 = write_parts(settings, renderer, geometry, scratch)
+    parts, rejects, prompts_sha256 = write_parts(settings, renderer, longest, scratch)
     all_fields = {**fields, "prompts_sha256": prompts_sha256}
     plan = Plan(tuple(parts), tuple(rejects), all_fields, fingerprint_of(all_fields))
     if folder.plan.is_dir():

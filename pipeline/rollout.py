@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from pipeline.conversation import Conversation
 from pipeline.features import row_seed
+from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
 from pipeline.models.base import Prompt, Sampling, TargetModel
 from pipeline.schema import Layout
@@ -27,6 +28,11 @@ class RolloutTask:
     @property
     def plan_file(self) -> str:
         return f"plan/part-{self.index:05d}.parquet"
+
+
+def longest_row(settings: Settings, geometry: Geometry) -> int:
+    """Tokens of the longest row, prompt plus answers."""
+    return min(settings.max_length, geometry.context_length)
 
 
 def sampling_of(settings: Settings) -> Sampling:
@@ -69,7 +75,7 @@ def roll_out_part(
         too_long = _answer_all(conversations, planned, target, settings)
         for i, (row, conversation) in enumerate(zip(planned, conversations, strict=True)):
             if i in too_long:
-                rejects.append(_too_long(row, too_long[i], target.geometry.context_length))
+                rejects.append(_too_long(row, too_long[i], longest_row(settings, target.geometry)))
             else:
                 rows.append(_answered_row(row, conversation))
     rows = [
@@ -115,7 +121,7 @@ def _answer_all(
             ids = None if i in too_long else conversation.next_prompt()
             if ids is None:
                 continue
-            if len(ids) >= target.geometry.context_length:
+            if len(ids) >= longest_row(settings, target.geometry):
                 too_long[i] = len(ids)
                 continue
             seed = row_seed(settings.seed, f"turn {turn}", planned[i]["sample_id"])
@@ -152,10 +158,10 @@ def _given_row(row: dict[str, Any]) -> Row:
     }
 
 
-def _too_long(row: dict[str, Any], length: int, context_length: int) -> Reject:
+def _too_long(row: dict[str, Any], length: int, longest: int) -> Reject:
     return Reject(
         source=row["source"],
         sample_id=row["sample_id"],
         reason="too_long",
-        detail=f"a later turn starts after {length} tokens, and the context holds {context_length}",
+        detail=f"a later turn starts after {length} tokens, and a row holds {longest}",
     )

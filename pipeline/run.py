@@ -10,121 +10,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 
-import pipeline
 from pipeline.card import dataset_card
 from pipeline.chat import ChatRenderer
 from pipeline.errors import PipelineError
-from pipeline.extract import ShardTask, extract_shard
-from pipeline.geometry import Geometry, feature_layout
+from pipeline.extract import ShardTask
+from pipeline.gguf import read_gguf
 from pipeline.manifest import MANIFEST_VERSION, Commit, Reject, RunFolder
 from pipeline.models.load import (
+    choose_backend,
     find_target,
     load_eos_ids,
     load_geometry,
-    load_target,
     load_tokenizer,
 )
 from pipeline.plan import Plan, fingerprint_fields, make_plan, plan_shards
 from pipeline.progress import RunProgress
-from pipeline.rollout import RolloutTask, roll_out_part, sampling_of
-from pipeline.schema import Layout, bind, load_schema
+from pipeline.rollout import RolloutTask, longest_row, sampling_of
 from pipeline.settings import Settings
+from pipeline.summary import describe
+from pipeline.worker import Task, Worker, WorkerSpec, rollout_layout, versions
 
-Task = RolloutTask | ShardTask
 # Takes tasks, yields each one's record as it is committed, in any order.
 Executor = Callable[[list[Task]], Iterator[Commit]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """All a worker needs to start; small, since it travels to every actor."""
-
-    settings: Settings
-    geometry: Geometry
-    eos_ids: frozenset[int]
-    fingerprint: str
-
-    @property
-    def layout(self) -> Layout:
-        return feature_layout(
-            self.geometry,
-            self.settings.features.split(","),
-            top_k=self.settings.topk,
-            depth=self.settings.depth,
-        )
-
-    @property
-    def footer(self) -> dict[str, Any]:
-        """What every Parquet footer of the run says."""
-        return {
-            "fingerprint": self.fingerprint,
-            "geometry": self.geometry.as_dict(),
-            "features": self.settings.features,
-            "top_k": self.settings.topk,
-            "depth": self.settings.depth,
-        }
-
-
-def rollout_layout() -> Layout:
-    return bind([load_schema("rollout")], sizes={}, dtypes={}, layer_metadata={})
-
-
-def versions() -> dict[str, str]:
-    """What must agree between driver and workers, since it can change the bytes."""
-    return {
-        "pipeline": pipeline.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-class Worker:
-    """Loads the target model once and executes tasks one at a time."""
-
-    def __init__(self, spec: WorkerSpec, device: str) -> None:
-        """device: cpu, cuda, or cuda:N. Raises PipelineError if the model cannot be loaded."""
-        torch.set_num_threads(spec.settings.threads)
-        files = find_target(spec.settings.target)
-        self.spec = spec
-        self.folder = RunFolder(spec.settings.out)
-        self.tokenizer = load_tokenizer(files)
-        self.target = load_target(
-            files, dtype=spec.settings.dtype, device=device, eos_ids=spec.eos_ids
-        )
-        if self.target.geometry != spec.geometry:
-            raise PipelineError(
-                f"{files.path}: loads as {self.target.geometry}, planned as {spec.geometry}"
-            )
-
-    def execute(self, task: Task) -> Commit:
-        """Do one task and publish its file; returns the record that counts."""
-        if isinstance(task, RolloutTask):
-            return roll_out_part(
-                task,
-                target=self.target,
-                tokenizer=self.tokenizer,
-                layout=rollout_layout(),
-                settings=self.spec.settings,
-                folder=self.folder,
-                footer=self._footer("rollout"),
-            )
-        return extract_shard(
-            task,
-            target=self.target,
-            layout=self.spec.layout,
-            rollout_layout=rollout_layout(),
-            settings=self.spec.settings,
-            folder=self.folder,
-            footer=self._footer("common", *self.spec.settings.features.split(",")),
-        )
-
-    def _footer(self, *schemas: str) -> dict[str, Any]:
-        digests = {schema.ref: schema.digest for schema in map(load_schema, schemas)}
-        return {**self.spec.footer, "schemas": digests}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +43,7 @@ class Run:
     spec: WorkerSpec
     folder: RunFolder
     plan: Plan
-    target_name: str
+    target: Mapping[str, Any]  # what the manifest says of its file
 
     @property
     def settings(self) -> Settings:
@@ -166,7 +75,7 @@ class Run:
     def write_card(self) -> None:
         """The dataset card, listing exactly the shards that are committed."""
         card = dataset_card(
-            self.spec.layout, self._commits("shard"), self._commits("rollout"), self.target_name
+            self.spec.layout, self._commits("shard"), self._commits("rollout"), self.target["name"]
         )
         self.folder.write_text("README.md", card)
 
@@ -189,7 +98,9 @@ class Run:
             "complete": complete,
             "fingerprint": self.plan.fingerprint,
             "fingerprint_fields": self.plan.fields,
-            "target": self.target_name,
+            "target": dict(self.target),
+            "generated_by": None if self.settings.turns == "given" else self.spec.backend,
+            "scored_by": self.spec.backend,
             "settings": self.settings.model_dump(exclude={"out"}),
             "sampling": dataclasses.asdict(sampling_of(self.settings)),
             "versions": versions(),
@@ -225,8 +136,14 @@ SEMANTICS = {
 def start(settings: Settings, *, folder: RunFolder) -> Run:
     """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
     files = find_target(settings.target)
-    tokenizer = load_tokenizer(files)
-    geometry = load_geometry(files, settings.dtype)
+    backend = choose_backend(files, settings.backend)
+    tokenizer = load_tokenizer(files, settings.tokenizer)
+    geometry = load_geometry(
+        files,
+        backend=backend,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
     eos_ids = load_eos_ids(files, tokenizer)
     renderer = ChatRenderer(tokenizer, template=_template(settings), eos_ids=eos_ids)
     if not geometry.can_shift and settings.position_shift_max:
@@ -235,21 +152,32 @@ def start(settings: Settings, *, folder: RunFolder) -> Run:
             f"--position-shift-max {settings.position_shift_max}: {ropes[0]} RoPE changes every "
             "position with the row's length, so no shift is exact; pass --position-shift-max 0"
         )
-    spec = WorkerSpec(settings=settings, geometry=geometry, eos_ids=eos_ids, fingerprint="")
+    spec = WorkerSpec(
+        settings=settings, backend=backend, geometry=geometry, eos_ids=eos_ids, fingerprint=""
+    )
     fields = fingerprint_fields(
         settings,
         target_sha256=files.sha256(),
         tokenizer=tokenizer,
         renderer=renderer,
         eos_ids=eos_ids,
-        backend="transformers",
+        backend=backend,
         schemas={**spec.layout.digests(), **rollout_layout().digests()},
     )
-    plan = make_plan(settings, folder=folder, renderer=renderer, geometry=geometry, fields=fields)
+    plan = make_plan(
+        settings,
+        folder=folder,
+        renderer=renderer,
+        longest=longest_row(settings, geometry),
+        fields=fields,
+    )
     spec = dataclasses.replace(spec, fingerprint=plan.fingerprint)
     folder.drop_broken()
     folder.sweep()
-    return Run(spec=spec, folder=folder, plan=plan, target_name=files.name)
+    target = {"name": files.name, "kind": files.kind, "sha256": fields["target_sha256"]}
+    if files.kind == "gguf":
+        target["tensor_types"] = dict(read_gguf(files.path).quantisation)
+    return Run(spec=spec, folder=folder, plan=plan, target=target)
 
 
 def execute(
@@ -263,7 +191,7 @@ def execute(
     folder.create()
     with folder.locked():
         run = start(settings, folder=folder)
-        progress.say(f"target {run.target_name}: {describe(run)}")
+        progress.say(describe(run))
         run.write_manifest(complete=False)
         executor = make_executor(run)
         total, tasks = len(run.plan.parts), run.rollout_tasks()
@@ -279,38 +207,6 @@ def execute(
         folder.sweep()
         run.write_card()
         return run.write_manifest(complete=True)
-
-
-def describe(run: Run) -> str:
-    """The effective settings, in a line or two, so that nothing happens silently."""
-    geometry, settings, sampling = run.spec.geometry, run.settings, sampling_of(run.settings)
-    layers = ", ".join(f"{kind} KV of block {kv.layer}" for kind, kv in geometry.shared_kv.items())
-    drawn = (
-        "greedy"
-        if sampling.temperature == 0
-        else f"temperature {sampling.temperature}, top-p {sampling.top_p}, top-k {sampling.top_k}"
-    )
-    return (
-        f"{geometry.architecture}, {geometry.num_layers} layers, hidden {geometry.hidden_size}, "
-        f"{layers}; {settings.dtype}, {run.spec.layout.bytes_per_token:,} bytes a token\n"
-        f"{run.plan.rows:,} conversations ({len(run.plan.rejects)} rejected), turns "
-        f"{settings.turns}, {drawn}, at most {sampling.max_new_tokens} new tokens, ends at ids "
-        f"{sorted(run.spec.eos_ids)}, position shift up to {settings.position_shift_max}, "
-        f"seed {settings.seed}"
-    )
-
-
-def print_summary(manifest: Mapping[str, Any], out: str) -> None:
-    """One summary at the end: rows in = rows out + rejected."""
-    rejected = sum(manifest["rejected"].values())
-    reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["rejected"].items())
-    size = sum(shard["bytes"] for shard in manifest["shards"])
-    print(
-        f"{manifest['rows_in']:,} rows in = {manifest['rows_out']:,} out + {rejected:,} rejected"
-        + (f" ({reasons}; see rejects.jsonl)" if reasons else "")
-        + f"\n{manifest['tokens']:,} tokens, {len(manifest['shards'])} shards, "
-        f"{size / 1e6:,.1f} MB in {out}"
-    )
 
 
 def run_here(run: Run) -> Executor:

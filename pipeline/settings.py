@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.errors import PipelineError, exit_on_error
 
 # Settings that do not change a byte of the data files.
-NOT_IN_FINGERPRINT = frozenset({"out", "prompts", "target", "workers", "threads", "device"})
+NOT_IN_FINGERPRINT = frozenset({"out", "workers", "threads", "device"})
+# Settings that stand in the fingerprint by what they come to: content digests, backend used.
+FINGERPRINTED_BY_CONTENT = frozenset({"target", "prompts", "tokenizer", "chat_template", "backend"})
 
 
 class Settings(BaseModel):
@@ -27,6 +29,14 @@ class Settings(BaseModel):
         description="Prompts: JSONL or Parquet file, saved dataset directory, or dataset name."
     )
     out: str = Field(description="Output directory (absolute under `ray job submit`).")
+    backend: Literal["auto", "llamacpp", "transformers"] = Field(
+        "auto",
+        description="What runs the target model. llamacpp: the very arithmetic that serves a GGUF; "
+        "auto: llamacpp for a .gguf if it is installed, else transformers.",
+    )
+    tokenizer: str | None = Field(
+        None, description="Directory of a Hugging Face tokenizer to use in place of the target's."
+    )
     features: Literal["mtp"] = Field("mtp", description="Feature set to extract.")
     turns: Literal["all", "last", "given"] = Field(
         "all",
@@ -34,6 +44,9 @@ class Settings(BaseModel):
         "(given: the input's own answers, on_policy 0).",
     )
     max_new_tokens: int = Field(1024, ge=1, description="Longest answer, in tokens.")
+    max_length: int = Field(
+        16384, ge=2, description="Longest row, prompt plus answers, within the target's context."
+    )
     temperature: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="Sampling: temperature; 0 is greedy."
     )
@@ -49,6 +62,9 @@ class Settings(BaseModel):
     depth: int = Field(3, ge=1, le=16, description="Targets for k = 1..depth tokens ahead.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Dtype the target model runs in and its states are kept in."
+    )
+    kv_cache_dtype: Literal["float16", "float32"] = Field(
+        "float16", description="llama.cpp's KV cache, and so the dtype K and V are kept in there."
     )
     chat_template: str | None = Field(
         None, description="Jinja file to use in place of the target's own chat template."
@@ -75,7 +91,7 @@ class Settings(BaseModel):
 
     def fingerprinted(self) -> dict[str, Any]:
         """The settings that change bytes of the data files."""
-        return self.model_dump(exclude=set(NOT_IN_FINGERPRINT))
+        return self.model_dump(exclude=set(NOT_IN_FINGERPRINT | FINGERPRINTED_BY_CONTENT))
 
 
 def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:

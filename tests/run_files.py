@@ -4,10 +4,43 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.geometry import feature_layout
-from pipeline.models.load import find_target, load_geometry
+from pipeline.geometry import Geometry, feature_layout
+from pipeline.models.base import TargetModel
+from pipeline.models.load import (
+    TargetFiles,
+    choose_backend,
+    find_target,
+    load_geometry,
+    load_target,
+)
 from pipeline.settings import Settings
 from pipeline.shards import read_rows
+
+
+def load(
+    files: TargetFiles, *, backend: str = "transformers", dtype: str = "float32"
+) -> TargetModel:
+    """A loaded target on the CPU, with id 258 (the tiny tokenizer's) ending answers."""
+    return load_target(
+        files,
+        backend=backend,
+        dtype=dtype,
+        kv_cache_dtype="float16",
+        device="cpu",
+        threads=1,
+        max_length=1024,
+        eos_ids=frozenset({258}),
+    )
+
+
+def geometry_of_files(files: TargetFiles, settings: Settings | None = None) -> Geometry:
+    """What a run with these settings plans for; float32 on transformers without any."""
+    return load_geometry(
+        files,
+        backend=choose_backend(files, settings.backend if settings else "transformers"),
+        dtype=settings.dtype if settings else "float32",
+        kv_cache_dtype=settings.kv_cache_dtype if settings else "float16",
+    )
 
 
 def data_files(out: Path) -> dict[str, bytes]:
@@ -27,7 +60,7 @@ def settings_of(source: Path, /, **changes: Any) -> Settings:
 def shard_rows(out: Path) -> list[dict[str, Any]]:
     manifest = json.loads((out / "manifest.json").read_text())
     settings = settings_of(out)
-    geometry = load_geometry(find_target(settings.target), settings.dtype)
+    geometry = geometry_of_files(find_target(settings.target), settings)
     layout = feature_layout(geometry, ["mtp"], top_k=settings.topk, depth=settings.depth)
     return [
         row

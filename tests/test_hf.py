@@ -294,7 +294,7 @@ def test_sampled_answers_depend_on_the_rows_own_seed_alone() -> None:
 def test_a_prompt_that_fills_the_context_is_refused_and_answers_stop_at_its_end() -> None:
     target = make_target("llama", max_position_embeddings=16)
     target.eos_ids = frozenset()
-    with pytest.raises(ValueError, match="prompt of 16 tokens, context 16"):
+    with pytest.raises(PipelineError, match="prompt of 16 tokens leaves no room"):
         target.generate([Prompt(np.full(16, 7, np.int32), 0)], Sampling(max_new_tokens=4))
     answer = target.generate([Prompt(np.full(13, 7, np.int32), 0)], Sampling(max_new_tokens=9))[0]
     assert (len(answer.ids), answer.finish_reason) == (3, "length")

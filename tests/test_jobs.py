@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -189,7 +188,6 @@ def head() -> Iterator[str]:
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     address = f"http://127.0.0.1:{dashboard}"
     deadline = time.monotonic() + 90
@@ -200,7 +198,8 @@ def head() -> Iterator[str]:
                 break
         time.sleep(0.2)
     yield address
-    os.killpg(process.pid, signal.SIGTERM)
+    for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+        child.kill()
     process.wait(timeout=60)
 
 
@@ -208,13 +207,19 @@ def submit(address: str, job_arguments: list[str], working_dir: Path) -> Any:
     ray_program = str(Path(sys.executable).parent / "ray")
     command = [ray_program, "job", "submit", "--address", address]
     command += ["--working-dir", str(working_dir), "--", "python", "jobs/extract_mtp.py"]
-    return subprocess.run(
-        [*command, *job_arguments],
-        env={**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for _ in range(30):
+        done = subprocess.run(
+            [*command, *job_arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        if "No available agent" not in done.stderr:
+            break
+        time.sleep(1)  # the dashboard answers before the node's job agent has reported to it
+    return done
 
 
 def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:

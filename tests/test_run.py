@@ -13,15 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import load_dataset
-from run_files import data_files, settings_of, shard_rows
+from run_files import data_files, geometry_of_files, load, settings_of, shard_rows
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pipeline.errors import PipelineError
 from pipeline.extract import micro_batches
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
-from pipeline.models.load import find_target, load_eos_ids, load_geometry, load_target
-from pipeline.run import Run, Worker, execute, run_here
+from pipeline.models.load import find_target, load_eos_ids
+from pipeline.run import Run, execute, run_here
+from pipeline.worker import Worker
 
 
 def test_rows_in_are_rows_out_plus_rejects(tiny_run: Path) -> None:
@@ -44,7 +45,7 @@ def test_rows_in_are_rows_out_plus_rejects(tiny_run: Path) -> None:
 def test_every_stored_row_is_a_plain_pass_of_its_ids_at_its_offset(tiny_run: Path) -> None:
     settings = settings_of(tiny_run)
     files = find_target(settings.target)
-    target = load_target(files, dtype="bfloat16", device="cpu", eos_ids=frozenset({258}))
+    target = load(files, dtype="bfloat16")
     offsets = set()
     for row in shard_rows(tiny_run):
         offsets.add(row["position_offset"])
@@ -287,7 +288,7 @@ def test_a_tensor_that_does_not_fit_stops_the_load(
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     files = find_target(str(target))
     with pytest.raises(PipelineError, match=name):
-        load_target(files, dtype="float32", device="cpu", eos_ids=frozenset({258}))
+        load(files)
 
 
 def test_pickled_weights_are_not_read(tiny_llama_dir: Path, tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_pickled_weights_are_not_read(tiny_llama_dir: Path, tmp_path: Path) -> N
     target = shutil.copytree(tiny_llama_dir, tmp_path / "target")
     (target / "model.safetensors").rename(target / "pytorch_model.bin")
     with pytest.raises(PipelineError, match="pickled weights are not read"):
-        load_target(find_target(str(target)), dtype="float32", device="cpu", eos_ids=frozenset())
+        load(find_target(str(target)))
 
 
 def test_remote_code_stays_off(tiny_llama_dir: Path, tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_remote_code_stays_off(tiny_llama_dir: Path, tmp_path: Path) -> None:
     (target / "config.json").write_text(json.dumps(config))
     (target / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(PipelineError, match="cannot read its config"):
-        load_geometry(find_target(str(target)), "float32")
+        geometry_of_files(find_target(str(target)))
     assert not (tmp_path / "ran").exists()
 
 

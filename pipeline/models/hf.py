@@ -107,13 +107,19 @@ class TransformersTarget:
 
     backend = "transformers"
 
-    def __init__(self, model: Any, *, eos_ids: frozenset[int]) -> None:
-        """model: loaded, on its device, in eval mode. Raises PipelineError if its logits are not
-        lm_head of the final norm plus a soft-cap, which `forward` relies on."""
+    def __init__(
+        self, model: Any, *, eos_ids: frozenset[int], max_length: int | None = None
+    ) -> None:
+        """model: loaded, on its device, in eval mode; max_length: tokens of the longest row.
+
+        Raises PipelineError if its logits are not lm_head of the final norm plus a soft-cap,
+        which `forward` relies on."""
         self.backend_version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.model = model
         self.model.set_attn_implementation(ATTENTION)
         self.geometry = geometry_of(model)
+        context = self.geometry.context_length
+        self.max_length = min(context, max_length or context)
         self.eos_ids = eos_ids
         self.device = next(model.parameters()).device
         self._kv: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -239,12 +245,13 @@ class TransformersTarget:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         """Answer each prompt; like lengths decode together, finished rows leave at once.
 
-        Raises ValueError for a prompt that leaves no room in the context.
+        Raises PipelineError for a prompt that leaves no room for an answer.
         """
         for prompt in prompts:
-            if not 0 < len(prompt.ids) < self.geometry.context_length:
-                raise ValueError(
-                    f"prompt of {len(prompt.ids)} tokens, context {self.geometry.context_length}"
+            if not 0 < len(prompt.ids) < self.max_length:
+                raise PipelineError(
+                    f"a prompt of {len(prompt.ids)} tokens leaves no room for an answer in "
+                    f"{self.max_length} tokens"
                 )
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         answers: dict[int, Generation] = {}
@@ -260,8 +267,7 @@ class TransformersTarget:
         answers: list[list[int]] = [[] for _ in prompts]
         finished: dict[int, Generation] = {}
         limits = [
-            min(sampling.max_new_tokens, self.geometry.context_length - len(prompt.ids))
-            for prompt in prompts
+            min(sampling.max_new_tokens, self.max_length - len(prompt.ids)) for prompt in prompts
         ]
         ids, mask = _left_pad([prompt.ids for prompt in prompts])
         ids, mask = ids.to(self.device), mask.to(self.device)

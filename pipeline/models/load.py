@@ -3,19 +3,25 @@
 import hashlib
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from pipeline.errors import PipelineError
 from pipeline.features import TORCH_DTYPES
 from pipeline.gguf import gguf_config, gguf_eos_ids, gguf_tokenizer, load_gguf_model, read_gguf
 from pipeline.models.base import Geometry, TargetModel
 from pipeline.models.hf import TransformersTarget, geometry_of, meta_model
+from pipeline.models.llamacpp import LlamaCppTarget
 
+# Of a multimodal checkpoint: never needed for text, and never read.
+OTHER_TOWERS = tuple(
+    f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+)
 # A bar a worker, and lines of our own say what happens.
 transformers.logging.disable_progress_bar()
 
@@ -61,22 +67,48 @@ def find_target(spec: str) -> TargetFiles:
     )
 
 
-def load_tokenizer(files: TargetFiles) -> Any:
-    """The target's own tokenizer (a `PreTrainedTokenizerFast`), its chat template included."""
-    if files.kind == "gguf":
+def choose_backend(files: TargetFiles, wanted: str) -> str:
+    """Resolve `--backend auto`: llamacpp for a GGUF where it is installed, else transformers.
+
+    Raises PipelineError for llamacpp on a directory, or where it is not installed.
+    """
+    installed = importlib.util.find_spec("llama_cpp") is not None
+    if wanted == "auto":
+        return "llamacpp" if files.kind == "gguf" and installed else "transformers"
+    if wanted == "llamacpp" and files.kind != "gguf":
+        raise PipelineError(f"--backend llamacpp: {files.path} is a directory; name a .gguf file")
+    if wanted == "llamacpp" and not installed:
+        raise PipelineError(
+            "--backend llamacpp needs llama-cpp-python: pip install 'drafter-features[llamacpp]'"
+        )
+    return wanted
+
+
+def load_tokenizer(files: TargetFiles, directory: str | None = None) -> Any:
+    """The target's own tokenizer, or that of `directory`: a fast one, chat template included.
+
+    Raises PipelineError if it cannot be loaded or has more tokens than the target's vocabulary.
+    """
+    if files.kind == "gguf" and directory is None:
         return gguf_tokenizer(read_gguf(files.path))
+    path = files.path if directory is None else Path(directory)
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            files.path, trust_remote_code=False, local_files_only=True
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
         )
     except (ValueError, OSError) as error:
-        raise PipelineError(f"{files.path}: cannot load its tokenizer: {error}") from error
+        raise PipelineError(f"{path}: cannot load a tokenizer: {error}") from error
+    if not tokenizer.is_fast:
+        raise PipelineError(f"{path}: needs a tokenizer.json (a fast tokenizer)")
+    return tokenizer
 
 
-def load_geometry(files: TargetFiles, dtype: str) -> Geometry:
+def load_geometry(files: TargetFiles, *, backend: str, dtype: str, kv_cache_dtype: str) -> Geometry:
     """The geometry without reading any weight."""
     model = meta_model(_config(files))
-    return geometry_of(model.to(TORCH_DTYPES[dtype]))
+    geometry = geometry_of(model.to(TORCH_DTYPES[dtype]))
+    kv_dtype = kv_cache_dtype if backend == "llamacpp" else dtype
+    return replace(geometry, kv_dtype=kv_dtype)
 
 
 def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:
@@ -85,7 +117,7 @@ def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:
     if files.kind == "gguf":
         ids |= gguf_eos_ids(read_gguf(files.path))
     else:
-        ids |= _eos_of(_config(files).get_text_config().eos_token_id)
+        ids |= _eos_of(_config(files).eos_token_id)
         generation = files.path / "generation_config.json"
         if generation.is_file():
             ids |= _eos_of(json.loads(generation.read_text()).get("eos_token_id"))
@@ -95,51 +127,85 @@ def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:
 
 
 def load_target(
-    files: TargetFiles, *, dtype: str, device: str, eos_ids: frozenset[int]
+    files: TargetFiles,
+    *,
+    backend: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    device: str,
+    threads: int,
+    max_length: int,
+    eos_ids: frozenset[int],
 ) -> TargetModel:
     """Load the model and its weights; every tensor must be there, fit, and be used.
 
-    Raises PipelineError naming the first tensor that is missing, unexpected or misshapen.
+    max_length: tokens of the longest row, prompt plus answer. Raises PipelineError naming the
+    first tensor that is missing, unexpected or misshapen.
     """
+    if backend == "llamacpp":
+        return LlamaCppTarget(
+            files.path,
+            hidden_dtype=dtype,
+            kv_dtype=kv_cache_dtype,
+            threads=threads,
+            context_tokens=max_length,
+            n_gpu_layers=0 if device == "cpu" else -1,
+            eos_ids=eos_ids,
+        )
     if files.kind == "gguf":
         model = load_gguf_model(read_gguf(files.path), dtype=TORCH_DTYPES[dtype], device=device)
     else:
-        model = _load_directory(files.path, dtype=TORCH_DTYPES[dtype], device=device)
-    return TransformersTarget(model, eos_ids=eos_ids)
+        model = _load_directory(files, dtype=TORCH_DTYPES[dtype], device=device)
+    return TransformersTarget(model, eos_ids=eos_ids, max_length=max_length)
 
 
 def _config(files: TargetFiles) -> Any:
+    """The config of the language model; that of a multimodal checkpoint holds it as a part."""
     if files.kind == "gguf":
         return gguf_config(read_gguf(files.path))
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             files.path, trust_remote_code=False, local_files_only=True
         )
     except (ValueError, OSError) as error:
         raise PipelineError(f"{files.path}: cannot read its config: {error}") from error
+    return config.get_text_config()
 
 
-def _load_directory(path: Path, *, dtype: torch.dtype, device: str) -> Any:
+def _load_directory(files: TargetFiles, *, dtype: torch.dtype, device: str) -> Any:
+    path = files.path
     if not any(path.glob("*.safetensors")):
         raise PipelineError(f"{path}: no .safetensors file (pickled weights are not read)")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # its table of tensors; ours is an error
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
+            config=_config(files),
             dtype=dtype,
+            key_mapping={r"^model\.language_model\.": "model."},
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed below, by name
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise PipelineError(f"{path}: cannot load: {error}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        found = sorted(map(str, info.get(trouble) or ()))  # a mismatch comes with both shapes
+        # A mismatch comes with both shapes.
+        found = sorted(str(key) for key in info.get(trouble) or () if not _of_other_tower(key))
         if found:
             what = trouble.replace("_keys", " tensors").replace("_", " ")
             raise PipelineError(f"{path}: {len(found)} {what}, first: {found[0]}")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _of_other_tower(key: Any) -> bool:
+    """Whether a tensor belongs to the vision or audio part of a multimodal checkpoint."""
+    return isinstance(key, str) and key.startswith(OTHER_TOWERS)
 
 
 def _eos_of(value: int | list[int] | None) -> set[int]:
