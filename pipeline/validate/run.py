@@ -82,6 +82,7 @@ def _check_file(
                     recorder.run(GROUP_RULES, group)
                     summarizer.add(group)
                     first_row += rows
+                    del group  # or two row groups would be in memory at once
                 progress((index + 1) / metadata.num_row_groups)
         file.close()
         summary = summarizer.finish()
