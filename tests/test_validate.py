@@ -56,7 +56,7 @@ def test_exactly_this_rule_finds_its_corruption(rule: str, run: Tampered) -> Non
 
 def test_a_row_group_over_the_limit(run: Tampered, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules_format.ROW_GROUP_LIMIT == 256 * 2**20
-    monkeypatch.setattr(rules_format, "ROW_GROUP_LIMIT", 2**20)
+    monkeypatch.setattr(rules_format, "ROW_GROUP_LIMIT", 2**19)
     found = validate(run.out).findings
     assert {(f.rule, f.file) for f in found} == {
         ("encoding.row_group", run.commit(name)["file"]) for name in ("train-00000", "train-00001")

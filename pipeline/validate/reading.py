@@ -1,5 +1,6 @@
 """From a row group's bytes to a `Group`, with whatever kept values from being read as trouble."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,16 @@ class Lists(NamedTuple):
     values: npt.NDArray[Any]
 
 
-def read_group(file: ShardFile, index: int, first_row: int) -> Group:
-    """Read row group `index` of an open file whose layout is known; page checksums verified."""
+def read_group(
+    file: ShardFile, index: int, first_row: int, only: Collection[str] | None = None
+) -> Group:
+    """Read row group `index` of an open file whose layout is known; page checksums verified.
+
+    only: the columns to read; all by default.
+    """
     parquet = file.need_parquet()
     group = Group(file=file, first_row=first_row)
-    columns = [column for column, there in file.columns() if there]
+    columns = [c for c, there in file.columns() if there and (only is None or c.name in only)]
     group.whole = len(columns) == len(file.need_layout().columns)
     chunks = _read_columns(group, index, columns)
     lists: dict[str, Lists] = {}
