@@ -196,12 +196,15 @@ def _unreadable(file: ShardFile, why: str) -> PipelineError:
 
 def _add_sizes(file: ShardFile, disk: Counter[str]) -> None:
     """Add the compressed bytes of each column of a file, all its leaves and row groups."""
-    metadata = file.need_parquet().metadata
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        for i in range(metadata.num_columns):
-            leaf = group.column(i)
-            disk[leaf.path_in_schema.partition(".")[0]] += leaf.total_compressed_size
+    parquet = file.need_parquet()
+    try:
+        for index in range(parquet.metadata.num_row_groups):
+            # One row of each column: `leaves` may be asked only for what could be read.
+            next(parquet.iter_batches(batch_size=1, row_groups=[index]), None)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, first_line(error)) from error
+    for path, leaf in file.leaves():
+        disk[path.partition(".")[0]] += leaf.total_compressed_size
 
 
 def _column_sizes(file: ShardFile, disk: Counter[str], tokens: int) -> tuple[ColumnSize, ...]:

@@ -15,8 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.errors import PipelineError
 from pipeline.geometry import Geometry
 from pipeline.manifest import MANIFEST_VERSION, Commit
+from pipeline.schema import FLOAT_DTYPES
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _check_geometry(geometry: Geometry) -> Geometry:
+    """The dtypes are ours and the sizes are sizes; raises ValueError."""
+    for dtype in (geometry.hidden_dtype, geometry.kv_dtype):
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"no dtype {dtype!r}")
+    sizes = [geometry.hidden_size, geometry.vocab_size, geometry.context_length]
+    for kv in geometry.shared_kv.values():
+        sizes += [kv.kv_heads, kv.head_dim]
+    if min(sizes) < 1:
+        raise ValueError(f"a size of {min(sizes)}")
+    return geometry
+
+
+CheckedGeometry = Annotated[Geometry, pydantic.AfterValidator(_check_geometry)]
 Kind = Literal["rollout", "shard"]
 FOLDER_OF: dict[Kind, str] = {"rollout": "rollouts", "shard": "data"}
 _DATA_FILE = re.compile(r"(rollouts|data)/[A-Za-z0-9_-][A-Za-z0-9._-]*\.parquet")
@@ -31,7 +48,7 @@ class Manifest(BaseModel):
     complete: bool
     fingerprint: Sha256
     fingerprint_fields: dict[str, Any]
-    geometry: Geometry
+    geometry: CheckedGeometry
     settings: dict[str, Any]
     rows_in: int = Field(ge=0)
     rows_out: int = Field(ge=0)

@@ -38,7 +38,7 @@ def read_group(
     for column in sorted(columns, key=lambda c: c.name != "sample_id"):
         if column.name not in chunks:
             continue
-        decoded = _decode(group, column, chunks.pop(column.name))
+        decoded = _decode(group, column, chunks.pop(column.name), rows)
         if decoded is None:
             group.whole = False
         elif isinstance(decoded, Lists):
@@ -65,6 +65,7 @@ def _read_columns(group: Group, index: int, columns: list[BoundColumn]) -> dict[
         try:
             chunks[name] = parquet.read_row_group(index, columns=[name])[name]
         except (OSError, pa.ArrowException) as error:
+            group.file.broken.add(name)
             group.trouble.setdefault("parquet.pages", []).append(
                 Problem(
                     file=group.file.name,
@@ -76,8 +77,10 @@ def _read_columns(group: Group, index: int, columns: list[BoundColumn]) -> dict[
     return chunks
 
 
-def _decode(group: Group, column: BoundColumn, chunked: Any) -> Any:
+def _decode(group: Group, column: BoundColumn, chunked: Any, rows: int) -> Any:
     """Lists, an integer array or a list of strings; None, and trouble, where it is malformed."""
+    if len(chunked) != rows:
+        return _malformed(group, column, f"{len(chunked)} rows", f"{rows} rows")
     array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.array([], array.type)

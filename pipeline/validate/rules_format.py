@@ -148,47 +148,6 @@ def _bytes_text(value: bytes | None) -> str:
     return "nothing" if value is None else value.decode(errors="replace")
 
 
-def compression(file: ShardFile) -> Iterator[Problem]:
-    yield from _leaf_problems(file, lambda leaf: leaf.compression != "ZSTD", "zstd", "compression")
-
-
-def float_encoding(file: ShardFile) -> Iterator[Problem]:
-    floats = set(file.need_layout().leaf_paths(floats=True))
-
-    def wrong(leaf: Any) -> bool:
-        other = {"PLAIN", "RLE_DICTIONARY", "PLAIN_DICTIONARY"} & set(leaf.encodings)
-        return leaf.path_in_schema in floats and bool(leaf.num_values) and bool(other)
-
-    yield from _leaf_problems(file, wrong, "BYTE_STREAM_SPLIT", "encodings")
-
-
-def no_statistics(file: ShardFile) -> Iterator[Problem]:
-    layout = file.need_layout()
-    arrays = {*layout.leaf_paths(floats=True), *layout.leaf_paths(floats=False)}
-    yield from _leaf_problems(
-        file,
-        lambda leaf: leaf.path_in_schema in arrays and leaf.is_stats_set,
-        "no statistics on array columns",
-        "is_stats_set",
-    )
-
-
-def _leaf_problems(file: ShardFile, wrong: Any, expected: str, attribute: str) -> Iterator[Problem]:
-    """One problem a column whose chunk is wrong in any row group."""
-    metadata = file.need_parquet().metadata
-    for column in range(metadata.num_columns):
-        for group in range(metadata.num_row_groups):
-            leaf = metadata.row_group(group).column(column)
-            if wrong(leaf):
-                yield Problem(
-                    file=file.name,
-                    column=leaf.path_in_schema,
-                    found=f"{attribute} {getattr(leaf, attribute)} in row group {group}",
-                    expected=expected,
-                )
-                break
-
-
 def row_group_size(file: ShardFile) -> Iterator[Problem]:
     metadata = file.need_parquet().metadata
     for index in range(metadata.num_row_groups):
@@ -219,6 +178,32 @@ class ReadFile:
         if not self.summary.whole:
             raise NotChecked(f"{self.file.name} could not be read whole")
         return self.summary
+
+
+def compression(read: ReadFile) -> Iterator[Problem]:
+    for path, leaf in read.file.leaves():
+        if leaf.compression != "ZSTD":
+            yield _leaf_problem(read, path, leaf.compression, "zstd")
+
+
+def float_encoding(read: ReadFile) -> Iterator[Problem]:
+    floats = set(read.file.need_layout().leaf_paths(floats=True))
+    for path, leaf in read.file.leaves():
+        other = {"PLAIN", "RLE_DICTIONARY", "PLAIN_DICTIONARY"} & set(leaf.encodings)
+        if path in floats and leaf.num_values and other:
+            yield _leaf_problem(read, path, ", ".join(sorted(leaf.encodings)), "BYTE_STREAM_SPLIT")
+
+
+def no_statistics(read: ReadFile) -> Iterator[Problem]:
+    layout = read.file.need_layout()
+    arrays = {*layout.leaf_paths(floats=True), *layout.leaf_paths(floats=False)}
+    for path, leaf in read.file.leaves():
+        if path in arrays and leaf.is_stats_set:
+            yield _leaf_problem(read, path, "statistics", "none on array columns")
+
+
+def _leaf_problem(read: ReadFile, path: str, found: str, expected: str) -> Problem:
+    return Problem(file=read.file.name, column=path, found=found, expected=expected)
 
 
 def sha256_recorded(read: ReadFile) -> Iterator[Problem]:
@@ -281,13 +266,6 @@ FILE_RULES: tuple[Rule[ShardFile], ...] = (
         _OTHER_WRITER,
         arrow_schema,
     ),
-    _file_rule("encoding.compression", "all columns are zstd", _OTHER_WRITER, compression),
-    _file_rule(
-        "encoding.floats", "float arrays are BYTE_STREAM_SPLIT", _OTHER_WRITER, float_encoding
-    ),
-    _file_rule(
-        "encoding.statistics", "array columns have no statistics", _OTHER_WRITER, no_statistics
-    ),
     _file_rule(
         "encoding.row_group",
         "row groups hold at most 256 MiB, or one row",
@@ -297,6 +275,13 @@ FILE_RULES: tuple[Rule[ShardFile], ...] = (
     _file_rule("encoding.footer", "the footer is small", _OTHER_WRITER, footer_size),
 )
 READ_RULES: tuple[Rule[ReadFile], ...] = (
+    _file_rule("encoding.compression", "all columns are zstd", _OTHER_WRITER, compression),
+    _file_rule(
+        "encoding.floats", "float arrays are BYTE_STREAM_SPLIT", _OTHER_WRITER, float_encoding
+    ),
+    _file_rule(
+        "encoding.statistics", "array columns have no statistics", _OTHER_WRITER, no_statistics
+    ),
     _file_rule("files.sha256", "a file has its recorded sha256", _DAMAGED, sha256_recorded),
     _file_rule("rows.recorded", "rows and tokens are as recorded", _OTHER_WRITER, counts_recorded),
     _file_rule("rows.ids_sha256", "the ids in order are as recorded", _OTHER_WRITER, ids_recorded),

@@ -1,20 +1,20 @@
 """One Parquet file under validation: its footer, and what its own footer says it must hold."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError
-from pipeline.geometry import Geometry, feature_layout
+from pipeline.geometry import feature_layout
 from pipeline.manifest import Commit
 from pipeline.schema import FOOTER_KEY, BoundColumn, Layout, bind, load_schema
 from pipeline.shards import file_sha256
-from pipeline.validate.folder import FOLDER_OF, Kind, RunView, Sha256, first_error
+from pipeline.validate.folder import FOLDER_OF, CheckedGeometry, Kind, RunView, Sha256, first_error
 from pipeline.validate.report import NotChecked
 
 
@@ -24,7 +24,7 @@ class Footer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     fingerprint: Sha256
-    geometry: Geometry
+    geometry: CheckedGeometry
     features: str
     top_k: int = Field(ge=1)
     depth: int = Field(ge=1)
@@ -48,7 +48,8 @@ class Footer(BaseModel):
 class ShardFile:
     """A file that is part of the run. Where something could not be read, its error says why.
 
-    name: path under the validated directory; record: None where the run has no records.
+    name: path under the validated directory; record: None where the run has no records;
+    broken: columns of which a row group could not be read.
     """
 
     run: RunView
@@ -62,15 +63,19 @@ class ShardFile:
     footer_error: str = ""
     layout: Layout | None = None
     layout_error: str = ""
+    broken: set[str] = field(default_factory=set)
 
     def open(self) -> None:
         """Read the footer of the file, and from it the layout that the file must have."""
         try:
-            self.parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
-        except (OSError, pa.ArrowException) as error:
-            self.parquet_error = first_line(error)
+            parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
+            raw = (parquet.schema_arrow.metadata or {}).get(FOOTER_KEY)
+            self.parquet = parquet
+        except Exception as error:
+            # Arrow parses a damaged footer with the extension types' own Python code, which may
+            # raise anything (datasets: JSONDecodeError, UnicodeDecodeError, TypeError, …).
+            self.parquet_error = f"{type(error).__name__}: {first_line(error)}"
             return
-        raw = (self.parquet.schema_arrow.metadata or {}).get(FOOTER_KEY)
         if raw is None:
             self.footer_error = f"no {FOOTER_KEY.decode()} key"
             return
@@ -97,6 +102,21 @@ class ShardFile:
         for column in self.need_layout().columns:
             there = fields.get(column.name)
             yield column, there is not None and there.type == expected[column.name]
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Path and pyarrow metadata of each leaf in each row group, of columns that were read.
+
+        Only after reading: on a damaged footer these objects do not raise, they abort the
+        process, while reading the same column raises.
+        """
+        metadata = self.need_parquet().metadata
+        good = {column.name for column, there in self.columns() if there} - self.broken
+        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        wanted = [i for i, path in enumerate(paths) if path.partition(".")[0] in good]
+        for index in range(metadata.num_row_groups):
+            group = metadata.row_group(index)
+            if group.num_rows:
+                yield from ((paths[i], group.column(i)) for i in wanted)
 
     def need_record(self) -> Commit:
         if self.record is None:
