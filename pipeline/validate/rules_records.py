@@ -1,17 +1,16 @@
-"""Rules on a run's own records: manifest, commits, rejects, card, and which files there are."""
+"""Rules on a run's own records: manifest, commits, rejects, card."""
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pydantic
 import yaml
 
 from pipeline.manifest import Commit, Reject
-from pipeline.validate.folder import FOLDER_OF, BadRecord, Manifest, RunView
+from pipeline.validate.folder import BadRecord, Manifest, RunView
 from pipeline.validate.report import NotChecked, Problem, Rule
 
 MANIFEST = "manifest.json"
@@ -19,27 +18,27 @@ MANIFEST = "manifest.json"
 _NOT_COMPARED = {"rejects", "seconds"}
 
 
-def _need_run(run: RunView) -> None:
+def need_run(run: RunView) -> None:
     if not run.has_records:
         raise NotChecked("the directory has no commits/ and no manifest.json")
 
 
 def _need_manifest(run: RunView) -> Manifest:
-    _need_run(run)
+    need_run(run)
     if run.manifest is None:
         raise NotChecked("manifest.json cannot be read")
     return run.manifest
 
 
 def _need_commits(run: RunView) -> dict[str, Commit]:
-    _need_run(run)
+    need_run(run)
     if run.commits is None:
         raise NotChecked("the directory has no commits/")
     return run.commits
 
 
 def manifest_readable(run: RunView) -> Iterator[Problem]:
-    _need_run(run)
+    need_run(run)
     if run.manifest_error is not None:
         yield Problem(file=MANIFEST, found=run.manifest_error, expected="a manifest of version 1")
 
@@ -174,54 +173,8 @@ def commits_readable(run: RunView) -> Iterator[Problem]:
     yield from (_bad(bad) for bad in run.bad_commits if not bad.outside)
 
 
-def paths_inside(run: RunView) -> Iterator[Problem]:
-    _need_run(run)
-    for bad in [*run.bad_commits, *run.bad_listed]:
-        if bad.outside:
-            yield Problem(
-                file=bad.source,
-                column="file",
-                found=repr(bad.reason),
-                expected="a .parquet file in data/ or rollouts/",
-            )
-
-
 def _bad(bad: BadRecord) -> Problem:
     return Problem(file=bad.source, found=bad.reason, expected="a commit record")
-
-
-def names_match(run: RunView) -> Iterator[Problem]:
-    """A file's name carries its kind, its record's number and the start of its sha256."""
-    _need_run(run)
-    stems = {"shard": ("data/", "train-"), "rollout": ("rollouts/", "part-")}
-    for record in run.records.values():
-        folder, stem = stems[record.kind]
-        start = f"{folder}{stem}{record.name.rpartition('-')[2]}"
-        end = f"-{record.sha256[:12]}.parquet"
-        if not (record.file.startswith(start) and record.file.endswith(end)):
-            yield Problem(file=record.file, found="this name", expected=f"{start}…{end}")
-
-
-def files_referenced(run: RunView) -> Iterator[Problem]:
-    """Nothing lies in data/ or rollouts/ that no record names; loaders would read it."""
-    _need_run(run)
-    known = {record.file for record in run.records.values()}
-    for folder in FOLDER_OF.values():
-        for path in sorted((run.root / folder).rglob("*")):
-            name = run.relative(path)
-            if path.is_file() and name not in known and not _hidden(path, run.root):
-                yield Problem(file=name, found="a file without a record", expected="no such file")
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def files_exist(run: RunView) -> Iterator[Problem]:
-    _need_run(run)
-    for name, record in sorted(run.records.items()):
-        if not (run.root / record.file).is_file():
-            yield Problem(file=record.file, found="no such file", expected=f"the file of {name}")
 
 
 def one_fingerprint(run: RunView) -> Iterator[Problem]:
@@ -245,7 +198,7 @@ def one_fingerprint(run: RunView) -> Iterator[Problem]:
 
 
 _AGAIN = "run the extraction again to finish or rewrite the folder"
-_WRITTEN = "something changed the folder after the run; restore it or extract again"
+CHANGED = "something changed the folder after the run; restore it or extract again"
 RECORD_RULES: tuple[Rule[RunView], ...] = (
     Rule(
         id="manifest.readable",
@@ -262,25 +215,25 @@ RECORD_RULES: tuple[Rule[RunView], ...] = (
     Rule(
         id="manifest.fingerprint",
         requires="the manifest's fingerprint is the digest of its fingerprint_fields",
-        remedy=_WRITTEN,
+        remedy=CHANGED,
         check=manifest_fingerprint,
     ),
     Rule(
         id="manifest.commits",
         requires="the manifest's tables are the commit records",
-        remedy=_WRITTEN,
+        remedy=CHANGED,
         check=manifest_commits,
     ),
     Rule(
         id="manifest.counts",
         requires="rows in = rows out + rejected; rows out and tokens are those of the shards",
-        remedy=_WRITTEN,
+        remedy=CHANGED,
         check=manifest_counts,
     ),
     Rule(
         id="manifest.rejects",
         requires="rejects.jsonl has the rows that manifest and commits count as rejected",
-        remedy=_WRITTEN,
+        remedy=CHANGED,
         check=rejects_agree,
     ),
     Rule(
@@ -292,7 +245,7 @@ RECORD_RULES: tuple[Rule[RunView], ...] = (
     Rule(
         id="commits.readable",
         requires="every file in commits/ is a record, under its own name",
-        remedy=_WRITTEN,
+        remedy=CHANGED,
         check=commits_readable,
     ),
     Rule(
@@ -300,29 +253,5 @@ RECORD_RULES: tuple[Rule[RunView], ...] = (
         requires="records and plan have the manifest's fingerprint",
         remedy="files of two runs are mixed; extract again into a new directory",
         check=one_fingerprint,
-    ),
-    Rule(
-        id="files.inside",
-        requires="the files of all records lie in data/ and rollouts/",
-        remedy="do not use this folder: its records point elsewhere",
-        check=paths_inside,
-    ),
-    Rule(
-        id="files.name",
-        requires="a file's name carries its kind, number and sha256",
-        remedy=_WRITTEN,
-        check=names_match,
-    ),
-    Rule(
-        id="files.unreferenced",
-        requires="every file in data/ and rollouts/ has a record",
-        remedy="remove the file, or move it out: loaders would read it as data",
-        check=files_referenced,
-    ),
-    Rule(
-        id="files.missing",
-        requires="every record has its file",
-        remedy="download it again, or run the same command again: it resumes",
-        check=files_exist,
     ),
 )

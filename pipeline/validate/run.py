@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.validate.folder import open_run
 from pipeline.validate.reading import read_group
 from pipeline.validate.report import Recorder, Report, Rule
+from pipeline.validate.rules_files import FILE_SET_RULES
 from pipeline.validate.rules_format import FILE_RULES, READ_RULES, ReadFile
 from pipeline.validate.rules_records import RECORD_RULES
 from pipeline.validate.rules_rows import ROW_RULES
@@ -19,7 +20,14 @@ from pipeline.validate.summary import FileSummary, Summarizer
 
 GROUP_RULES = (*ROW_RULES, *TEACHER_RULES)
 # In the order of the report; the id is the rule's name for good.
-RULES: tuple[Rule[Any], ...] = (*RECORD_RULES, *FILE_RULES, *READ_RULES, *RUN_RULES, *GROUP_RULES)
+RULES: tuple[Rule[Any], ...] = (
+    *RECORD_RULES,
+    *FILE_SET_RULES,
+    *FILE_RULES,
+    *READ_RULES,
+    *RUN_RULES,
+    *GROUP_RULES,
+)
 # Takes bytes done and bytes in all.
 Progress = Callable[[int, int], None]
 
@@ -33,7 +41,7 @@ def validate(out: Path, *, on_progress: Progress | None = None) -> Report:
     started = time.monotonic()
     run = open_run(out)
     recorder = Recorder(RULES)
-    recorder.run(RECORD_RULES, run)
+    recorder.run((*RECORD_RULES, *FILE_SET_RULES), run)
     files = files_of(run)
     if not files:
         recorder.skip((*FILE_RULES, *READ_RULES, *GROUP_RULES), "there is no file to read")
