@@ -4,10 +4,11 @@ Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interr
 """
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -91,18 +92,26 @@ def _print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=1, allow_nan=False))
 
 
-def main() -> None:
+def main() -> NoReturn:
     """The console script."""
     if hasattr(signal, "SIGPIPE"):
         # A reader that stops early (`| head`) ends us without a word, as it does other tools.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    code: Any = 0
     try:
         app()
     except PipelineError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    except SystemExit as done:
+        code = done.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: Arrow's threads may still be dropping a column's extension type, a Python
+    # object, and abort the process (134) if the interpreter goes away beneath them.
+    os._exit(code)
 
 
 if __name__ == "__main__":
