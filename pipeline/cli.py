@@ -1,0 +1,118 @@
+"""The command line: a thin shell, which imports what a command needs only when it runs.
+
+Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interrupted.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from pipeline.errors import PipelineError
+
+FINDINGS = 1  # exit code of validate
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Check and describe the features that train speculative drafters.",
+    epilog="Example: pipeline validate /data/run",
+)
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="OUT of a run, OUT/data, or a directory with shards.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.command(epilog="Example: pipeline validate /data/run --json > report.json")
+def validate(
+    directory: Directory,
+    as_json: Json = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every finding, not the first 20 of a rule.")
+    ] = False,
+) -> None:
+    """Check every byte and rule of a run; exit 0 if clean, 1 with findings, 2 if it cannot run."""
+    from pipeline.console import print_report, progress_bar
+    from pipeline.validate import validate as check
+
+    with progress_bar("validating") as on_progress:
+        report = check(directory, on_progress=on_progress)
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        print_report(_console(), report, show_all=show_all)
+    raise typer.Exit(0 if report.ok else FINDINGS)
+
+
+@app.command(epilog="Example: pipeline inspect /data/run")
+def inspect(directory: Directory, as_json: Json = False) -> None:
+    """Describe a run: sizes, lengths, position offsets, teacher entropy, rejects, columns."""
+    from pipeline.console import print_inspection
+    from pipeline.inspect_run import inspect_run
+
+    found = inspect_run(directory)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_inspection(_console(), found)
+
+
+@app.command(epilog="Example: pipeline schema mtp")
+def schema(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A schema, as mtp or mtp/v1; none: all.")
+    ] = None,
+) -> None:
+    """Show the columns of a schema: dtype, shape, meaning, where they come from."""
+    from pipeline.console import print_schema
+    from pipeline.schema import load_schema, schema_refs
+
+    if name is None:
+        for ref in schema_refs():
+            typer.echo(f"{ref}: {load_schema(ref).summary}")
+    else:
+        print_schema(_console(), load_schema(name))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    # ASCII with escapes: ids and file names may hold what the terminal's encoding does not.
+    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def main() -> NoReturn:
+    """The console script."""
+    if hasattr(signal, "SIGPIPE"):
+        # A reader that stops early (`| head`) ends us without a word, as it does other tools.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    code: Any = 0
+    try:
+        app()
+    except PipelineError as error:
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as done:
+        code = done.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: Arrow's threads may still be dropping a column's extension type, a Python
+    # object, and abort the process (134) if the interpreter goes away beneath them.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
