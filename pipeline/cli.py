@@ -81,6 +81,80 @@ def schema(
         print_schema(_console(), load_schema(name))
 
 
+@app.command(epilog="Example: pipeline show /data/run --row 3")
+def show(
+    directory: Directory,
+    row: Annotated[int, typer.Option(min=0, help="Which row to decode.")] = 0,
+) -> None:
+    """Print what datasets.load_dataset returns for a run, and one row token by token."""
+    from pipeline.show import show as print_rows
+
+    print_rows(directory, row, _console())
+
+
+@app.command(epilog="Example: pipeline parity --target model-Q4_K_M.gguf --rows 8")
+def parity(
+    target: Annotated[str, typer.Option(help="A .gguf file, or smollm2-135m.")],
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompts whose text is compared; none: our demo's.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row, at most.")] = 256,
+    topk: Annotated[int, typer.Option(min=1, help="Likeliest tokens the KL is made of.")] = 64,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="llama.cpp's KV cache: float32 or float16.")
+    ] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Compare transformers (float32) with llama.cpp on the same ids of the same GGUF file."""
+    from pipeline.parity_command import compare_backends
+
+    report = compare_backends(
+        target,
+        prompts=prompts,
+        rows=rows,
+        length=length,
+        topk=topk,
+        kv_cache_dtype=kv_cache_dtype,
+        threads=threads,
+    )
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        _console().print(report)
+
+
+@app.command(epilog="Example: pipeline tiny-target gemma4 TINY --layers 42")
+def tiny_target(
+    architecture: Annotated[str, typer.Argument(help="gemma4: random, with every feature on.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    layers: Annotated[int, typer.Option(help="Blocks, a multiple of 6.")] = 12,
+    hidden: Annotated[int, typer.Option(help="Hidden size; 256 and multiples quantise.")] = 256,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 2,
+    window: Annotated[int, typer.Option(help="Sliding window, in tokens.")] = 32,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 512,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+) -> None:
+    """Write a tiny random target model as a Hugging Face directory and as model-F16.gguf."""
+    from pipeline.models.tiny import write_tiny_gemma4
+
+    if architecture != "gemma4":
+        raise PipelineError(f"no tiny target {architecture!r}; there is: gemma4")
+    write_tiny_gemma4(
+        out,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        window=window,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
+    typer.echo(f"wrote {out} and {out}/model-F16.gguf")
+
+
 def _console() -> Any:
     from rich.console import Console
 

@@ -54,13 +54,10 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> Table:
     start = max(0, int(supervised[0]) - AROUND) if len(supervised) else 0
     depth = row["target_ids"].shape[1]
     table = Table(title=f"row {row['sample_id']}: {len(ids)} tokens, {mask.sum()} supervised")
-    table.add_column("t", justify="right")
-    table.add_column("position", justify="right")
-    table.add_column("token")
-    table.add_column("loss_mask", justify="right")
-    for k in range(1, depth + 1):
-        table.add_column(f"target k={k}")
-    table.add_column("teacher's first choice for t+1")
+    table.caption = "position = position_offset + t; teacher: its likeliest token t+1"
+    for heading in ("t", "position", "token", "mask", *(f"k={k}" for k in range(1, depth + 1))):
+        table.add_column(heading)
+    table.add_column("teacher")
     for t in range(start, min(len(ids), start + SHOWN)):
         targets = [
             _text(tokenizer, int(row["target_ids"][t, k])) if row["target_mask"][t, k] else "-"
@@ -80,4 +77,6 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> Table:
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    return repr(tokenizer.decode([token]))
+    text = tokenizer.decode([token])
+    # A piece of a character has no text of its own: show the vocabulary's name for it.
+    return repr(text) if "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token))

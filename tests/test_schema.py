@@ -110,6 +110,10 @@ def test_schemas_are_found_from_an_installed_wheel(tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = [*pip, "install", "-q", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True, capture_output=True)
+    shipped = {p.relative_to(site / "pipeline") for p in (site / "pipeline").rglob("*.py")}
+    sources = {p.relative_to(root / "pipeline") for p in (root / "pipeline").rglob("*.py")}
+    assert sources <= shipped
+    assert (site / "pipeline" / "data" / "demo_prompts.jsonl").is_file()
     code = (
         "import pipeline.schema as s; print(s.SCHEMA_ROOT); print(s.schema_refs());"
         "print((s.SCHEMA_ROOT / 'alignment.toml').is_file())"
