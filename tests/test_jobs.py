@@ -178,6 +178,8 @@ def head() -> Iterator[str]:
     options = [
         f"--port={port}",
         f"--dashboard-port={dashboard}",
+        # The job agent's default port is fixed, and the cluster of the tests above holds it.
+        f"--dashboard-agent-listen-port={free_port()}",
         "--num-cpus=2",
         f"--ray-client-server-port={free_port()}",
         "--object-store-memory=104857600",
