@@ -26,7 +26,7 @@ def show(out: Path, row_index: int, console: Console) -> None:
     )
     data = load_dataset(str(out), split="train").with_format("torch")
     row = data[min(row_index, len(data) - 1)]
-    console.print(f'load_dataset("{out}", split="train"): {len(data)} rows', highlight=False)
+    console.print(f'load_dataset("{out}", split="train"): {len(data)} rows', soft_wrap=True)
     console.print(_columns(data, row))
     console.print(_tokens(row, tokenizer))
 
