@@ -15,7 +15,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)  # of the packages `pipeline`
 sys.path.insert(0, ROOT)
 
 from jobs.ray_pool import RayPool
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, run_program
 from pipeline.progress import RunProgress
 from pipeline.run import Run, execute
 from pipeline.settings import Settings, with_settings
@@ -61,9 +61,12 @@ def main(settings: Settings) -> None:
             start_ray(submitted=submitted)
             return RayPool(run.spec, progress.say)
 
-        manifest = execute(settings, ray_pool, progress)
+        try:
+            manifest = execute(settings, ray_pool, progress)
+        finally:
+            ray.shutdown()
     print_summary(manifest, settings.out)
 
 
 if __name__ == "__main__":
-    app()
+    run_program(app)

@@ -4,15 +4,13 @@ Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interr
 """
 
 import json
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, run_program
 
 FINDINGS = 1  # exit code of validate
 
@@ -171,21 +169,7 @@ def main() -> NoReturn:
     if hasattr(signal, "SIGPIPE"):
         # A reader that stops early (`| head`) ends us without a word, as it does other tools.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    code: Any = 0
-    try:
-        app()
-    except PipelineError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = 130
-    except SystemExit as done:
-        code = done.code or 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: Arrow's threads may still be dropping a column's extension type, a Python
-    # object, and abort the process (134) if the interpreter goes away beneath them.
-    os._exit(code)
+    run_program(app)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ input row: the row goes to rejects.jsonl with its reason and the run goes on.
 """
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 
 class PipelineError(Exception):
@@ -46,3 +48,20 @@ def exit_on_error() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from what is committed", file=sys.stderr)
         sys.exit(130)
+
+
+def run_program(app: Callable[[], object]) -> NoReturn:
+    """Run a typer app as a whole program and leave with its exit code.
+
+    Not by sys.exit: Arrow's threads may still be dropping a column's extension type, a Python
+    object, and abort the process (code 134) if the interpreter goes away beneath them.
+    """
+    code: str | int | None = 0
+    try:
+        with exit_on_error():
+            app()
+    except SystemExit as done:
+        code = done.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
