@@ -24,7 +24,13 @@ ray = pytest.importorskip("ray", reason="Ray tests: pip install 'drafter-feature
 ROOT = Path(__file__).parent.parent
 JOB = ROOT / "jobs" / "extract_mtp.py"
 # Loopback only; see README for clusters with token authentication.
-ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+# The head's PATH is where a submitted job finds `python`: an activated environment sets it.
+ENVIRONMENT = {
+    **os.environ,
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 CPUS = 3
 
 
@@ -209,11 +215,10 @@ def submit(address: str, job_arguments: list[str], working_dir: Path) -> Any:
     ray_program = str(Path(sys.executable).parent / "ray")
     command = [ray_program, "job", "submit", "--address", address]
     command += ["--working-dir", str(working_dir), "--", "python", "jobs/extract_mtp.py"]
-    environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for _ in range(30):
         done = subprocess.run(
             [*command, *job_arguments],
-            env=environment,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=280,
