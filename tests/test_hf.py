@@ -314,3 +314,35 @@ def test_logits_that_are_not_lm_head_of_the_final_norm_are_refused() -> None:
     model.forward = scaled
     with pytest.raises(PipelineError, match="logits are not lm_head"):
         TransformersTarget(model, eos_ids=frozenset({2}))
+
+
+def test_logits_of_a_whole_micro_batch_never_exist_at_once(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C19: lm_head runs over chunks of tokens, and chunk borders change nothing."""
+    rows = make_rows(LENGTHS, OFFSETS)
+    whole = target.forward(rows, top_k=TOP_K)
+    sizes = []
+    logits = target._logits
+
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(target, "_logits", recorded)
+    monkeypatch.setattr("pipeline.models.hf.LOGITS_BYTES", 4 * VOCAB * 7)
+    chunked = target.forward(rows, top_k=TOP_K)
+    assert max(sizes) == 7 and sum(sizes) == sum(LENGTHS)
+    for a, b in zip(whole, chunked, strict=True):
+        assert torch.equal(a.teacher.top_ids, b.teacher.top_ids)
+        assert torch.allclose(a.teacher.top_logprobs, b.teacher.top_logprobs, atol=1e-5)
+        assert torch.allclose(a.teacher.token_logprobs, b.teacher.token_logprobs, atol=1e-5)
+
+
+def test_only_requested_blocks_are_kept() -> None:
+    """C9: no hook stays behind, and nothing else holds a block's output."""
+    target = make_target("gemma4")
+    rows = make_rows([10], [0])
+    assert set(target.forward(rows, top_k=1, block_layers=[3])[0].block_hidden) == {3}
+    assert target.forward(rows, top_k=1)[0].block_hidden == {}
+    assert not any(layer._forward_hooks for layer in target.model.base_model.layers)
