@@ -58,8 +58,8 @@ class ChatRenderer:
             self.template: str = tokenizer.get_chat_template(template)
         except ValueError:
             raise PipelineError(
-                "The tokenizer has no chat template (or several and no default); pass the "
-                "template that the target model was trained with"
+                "The tokenizer has no chat template (or several and no default); name the file "
+                "of the one that the target model was trained with: --chat-template FILE"
             ) from None
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.eos_ids = frozenset(eos_ids) | frozenset(own)

@@ -166,7 +166,10 @@ def make_plan(
     all_fields = {**fields, "prompts_sha256": prompts_sha256}
     plan = Plan(tuple(parts), tuple(rejects), all_fields, fingerprint_of(all_fields))
     if folder.plan.is_dir():
-        _refuse_other(folder.read_json("plan/plan.json")["fields"], all_fields, folder.out)
+        there = folder.read_json("plan/plan.json").get("fields")
+        if not isinstance(there, dict):
+            raise PipelineError(f"{folder.plan}/plan.json: has no fields; name a new directory")
+        _refuse_other(there, all_fields, folder.out)
         shutil.rmtree(scratch)
     else:
         described = {

@@ -146,6 +146,10 @@ def start(settings: Settings, *, folder: RunFolder) -> Run:
     )
     eos_ids = load_eos_ids(files, tokenizer)
     renderer = ChatRenderer(tokenizer, template=_template(settings), eos_ids=eos_ids)
+    if settings.topk > geometry.vocab_size:
+        raise PipelineError(
+            f"--topk {settings.topk}: the vocabulary has only {geometry.vocab_size} tokens"
+        )
     if not geometry.can_shift and settings.position_shift_max:
         ropes = sorted({kv.rope_type for kv in geometry.shared_kv.values()})
         raise PipelineError(

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from pipeline.models.base import PositionedRow
 from pipeline.models.load import find_target, load_eos_ids
 from pipeline.run import Run, execute, run_here
 from pipeline.worker import Worker
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_rows_in_are_rows_out_plus_rejects(tiny_run: Path) -> None:
@@ -405,3 +410,83 @@ def test_prompts_longer_than_the_context_are_rejected_not_cut(
     # Whether the first answer stops in time is the model's choice; nothing may be lost either way.
     assert set(kept) | set(reasons) == {"long", "grows", "fine"}
     assert manifest["rows_in"] == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "cannot load a tokenizer"),
+        ("config.json", "[]", "cannot load a tokenizer"),
+        ("generation_config.json", "{", r"generation_config\.json: not a JSON object"),
+        ("generation_config.json", "[]", r"generation_config\.json: not a JSON object"),
+        ("tokenizer.json", "{}", "cannot load a tokenizer"),
+        ("model.safetensors", "", "cannot load: Error while deserializing header"),
+        ("chat_template.jinja", "{% if %}", "does not compile"),
+    ],
+)
+def test_a_broken_file_of_the_target_is_one_clear_error(
+    file: str, content: str, message: str, tiny_run: Path, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(tiny_llama_dir, tmp_path / "target")
+    (target / file).write_text(content)
+    changes = {"target": str(target), "out": str(tmp_path / "out")}
+    with pytest.raises(PipelineError, match=message):
+        execute(settings_of(tiny_run, **changes), run_here)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk": 4096}, "--topk 4096: the vocabulary has only 259 tokens"),
+        ({"tokenizer": "/nowhere"}, "--tokenizer /nowhere: cannot load a tokenizer"),
+        ({"chat_template": "/nowhere"}, "--chat-template /nowhere: "),
+        ({"backend": "llamacpp"}, r"--backend llamacpp"),
+        ({"target": "nowhere"}, "--target nowhere: not a .gguf file"),
+        ({"prompts": "nowhere.jsonl"}, "no prompt file or folder 'nowhere.jsonl'"),
+    ],
+)
+def test_a_bad_setting_is_named_and_leaves_nothing(
+    changes: dict[str, Any], message: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(PipelineError, match=message):
+        execute(settings_of(tiny_run, out=str(out), **changes), run_here)
+    assert not [p for p in out.rglob("*") if p.is_file() and p.name != ".lock"]
+
+
+def test_a_damaged_plan_is_told_before_anything_is_changed(tiny_run: Path, tmp_path: Path) -> None:
+    for content in ("x", "[]", "{}"):
+        out = shutil.copytree(tiny_run, tmp_path / f"out{len(content)}{content[0]}")
+        (out / "plan" / "plan.json").write_text(content)
+        with pytest.raises(PipelineError, match=r"plan\.json"):
+            execute(settings_of(out), run_here)
+        assert data_files(out) == data_files(tiny_run)
+
+
+def test_a_driver_killed_at_any_moment_resumes_to_the_same_bytes(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    """SIGKILL a few times, at moments spread over the run; then let it finish."""
+    settings = settings_of(tiny_run, out=str(tmp_path / "out"), max_new_tokens=200, rollout_rows=1)
+    code = (
+        "import sys; from pipeline.run import execute, run_here;"
+        "from pipeline.settings import Settings;"
+        "execute(Settings.model_validate_json(sys.argv[1]), run_here)"
+    )
+
+    def finish(out: Path, kill_after: float | None) -> bool:
+        text = settings.model_copy(update={"out": str(out)}).model_dump_json()
+        process = subprocess.Popen([sys.executable, "-c", code, text], cwd=ROOT)
+        if kill_after is not None:
+            deadline = time.monotonic() + 60
+            while not list(out.glob("commits/*")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(kill_after)
+            process.kill()
+        return process.wait(timeout=120) == 0
+
+    assert finish(tmp_path / "clean", None)
+    for kill_after in (0.0, 0.15, 0.3):
+        finish(tmp_path / "out", kill_after)
+    assert finish(tmp_path / "out", None)
+    assert data_files(tmp_path / "out") == data_files(tmp_path / "clean")

@@ -92,11 +92,13 @@ def load_tokenizer(files: TargetFiles, directory: str | None = None) -> Any:
     if files.kind == "gguf" and directory is None:
         return gguf_tokenizer(read_gguf(files.path))
     path = files.path if directory is None else Path(directory)
+    if not path.is_dir():
+        raise PipelineError(f"--tokenizer {directory}: cannot load a tokenizer: no such directory")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a stranger's JSON makes transformers raise
         raise PipelineError(f"{path}: cannot load a tokenizer: {error}") from error
     if not tokenizer.is_fast:
         raise PipelineError(f"{path}: needs a tokenizer.json (a fast tokenizer)")
@@ -120,7 +122,10 @@ def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:
         ids |= _eos_of(_config(files).eos_token_id)
         generation = files.path / "generation_config.json"
         if generation.is_file():
-            ids |= _eos_of(json.loads(generation.read_text()).get("eos_token_id"))
+            try:
+                ids |= _eos_of(json.loads(generation.read_text()).get("eos_token_id"))
+            except (ValueError, AttributeError) as error:
+                raise PipelineError(f"{generation}: not a JSON object: {error}") from error
     if not ids:
         raise PipelineError(f"{files.path}: no end-of-sequence token in tokenizer, config or GGUF")
     return frozenset(ids)
@@ -167,7 +172,7 @@ def _config(files: TargetFiles) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             files.path, trust_remote_code=False, local_files_only=True
         )
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a stranger's JSON makes transformers raise
         raise PipelineError(f"{files.path}: cannot read its config: {error}") from error
     return config.get_text_config()
 
