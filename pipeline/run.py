@@ -6,6 +6,7 @@ tasks over Ray actors; `run_here` executes them in this process.
 """
 
 import dataclasses
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from pipeline.card import dataset_card
 from pipeline.chat import ChatRenderer
-from pipeline.errors import PipelineError
+from pipeline.errors import IncompleteError, PipelineError
 from pipeline.extract import ShardTask
 from pipeline.gguf import read_gguf
 from pipeline.manifest import MANIFEST_VERSION, Commit, Reject, RunFolder
@@ -189,9 +190,29 @@ def execute(
     make_executor: Callable[[Run], Executor],
     progress: RunProgress | None = None,
 ) -> dict[str, Any]:
-    """The whole run; returns the manifest. Quiet without `progress`. Raises PipelineError."""
-    progress = progress or RunProgress(Console(quiet=True))
+    """The whole run; returns the manifest. Quiet without `progress`.
+
+    Raises PipelineError, and IncompleteError where the disk is full.
+    """
     folder = RunFolder(settings.out)
+    try:
+        return _execute(settings, folder, make_executor, progress)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise IncompleteError(
+            f"--out {settings.out}: no space left; what is committed is whole, and the same "
+            "command goes on from it once there is space"
+        ) from error
+
+
+def _execute(
+    settings: Settings,
+    folder: RunFolder,
+    make_executor: Callable[[Run], Executor],
+    progress: RunProgress | None,
+) -> dict[str, Any]:
+    progress = progress or RunProgress(Console(quiet=True))
     folder.create()
     with folder.locked():
         run = start(settings, folder=folder)

@@ -19,7 +19,7 @@ from datasets import load_dataset
 from run_files import data_files, geometry_of_files, load, settings_of, shard_rows
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pipeline.errors import PipelineError
+from pipeline.errors import IncompleteError, PipelineError
 from pipeline.extract import micro_batches
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
@@ -490,3 +490,25 @@ def test_a_driver_killed_at_any_moment_resumes_to_the_same_bytes(
         finish(tmp_path / "out", kill_after)
     assert finish(tmp_path / "out", None)
     assert data_files(tmp_path / "out") == data_files(tmp_path / "clean")
+
+
+def test_a_full_disk_keeps_earlier_shards_and_resumes(tiny_run: Path, tmp_path: Path) -> None:
+    """F7, on a real file system of 600 kB (needs root for the mount)."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here: run the tests as root")
+    out = small / "out"
+    try:
+        with pytest.raises(IncompleteError, match="no space left"):
+            execute(settings_of(tiny_run, out=str(out)), run_here)
+        commits = RunFolder(out).read_commits()
+        assert len(commits) >= 2
+        for commit in commits.values():
+            assert (out / commit.file).stat().st_size == commit.bytes
+        subprocess.run(["mount", "-o", "remount,size=32m", str(small)], check=True)
+        execute(settings_of(tiny_run, out=str(out)), run_here)
+        assert data_files(out) == data_files(tiny_run)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
