@@ -346,3 +346,21 @@ def test_only_requested_blocks_are_kept() -> None:
     assert set(target.forward(rows, top_k=1, block_layers=[3])[0].block_hidden) == {3}
     assert target.forward(rows, top_k=1)[0].block_hidden == {}
     assert not any(layer._forward_hooks for layer in target.model.base_model.layers)
+
+
+def test_rows_that_finish_leave_the_others_unchanged(target: TransformersTarget) -> None:
+    """Rows of other lengths stop at other steps; each keeps its own padding and positions."""
+    rng = np.random.default_rng(11)
+    prompts = [Prompt(rng.integers(6, VOCAB, n).astype(np.int32), n) for n in (30, 4, 17, 11, 24)]
+    before = target.eos_ids
+    try:
+        target.eos_ids = frozenset()
+        free = [greedy_reference(target, prompt.ids, 9) for prompt in prompts]
+        # What the longest and the third prompt say at steps 1 and 3 ends answers from now on.
+        target.eos_ids = frozenset({free[0][1], free[2][3]})
+        expected = [greedy_reference(target, prompt.ids, 9) for prompt in prompts]
+        answers = target.generate(prompts, Sampling(max_new_tokens=9))
+    finally:
+        target.eos_ids = before
+    assert len({len(answer) for answer in expected}) > 1
+    assert [answer.ids.tolist() for answer in answers] == expected

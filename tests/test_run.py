@@ -21,6 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.extract import micro_batches
+from pipeline.features import row_seed
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
 from pipeline.models.load import find_target, load_eos_ids
@@ -512,3 +513,25 @@ def test_a_full_disk_keeps_earlier_shards_and_resumes(tiny_run: Path, tmp_path: 
         assert data_files(out) == data_files(tiny_run)
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_the_same_prompt_under_other_ids_and_turns_is_answered_otherwise(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    """D8: seeds come from the row's id and turn, so sampling never repeats itself."""
+    prompts = tmp_path / "same.jsonl"
+    chat = [
+        {"role": "user", "content": "Say"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "Say"},
+    ]
+    prompts.write_text(
+        "".join(json.dumps({"id": f"s{i}", "messages": chat}) + "\n" for i in "abcdefgh")
+    )
+    out = tmp_path / "out"
+    execute(settings_of(tiny_run, out=str(out), prompts=str(prompts), max_new_tokens=24), run_here)
+    rows = shard_rows(out)
+    assert len({tuple(row["input_ids"].tolist()) for row in rows}) == 8
+    # A second turn draws from a seed of its own.
+    seeds = {row_seed(7, f"turn {t}", f"s{i}") for t in (0, 1) for i in "abcdefgh"}
+    assert len(seeds) == 16
