@@ -125,7 +125,9 @@ def parity(
 
 @app.command(epilog="Example: pipeline tiny-target gemma4 TINY --layers 42")
 def tiny_target(
-    architecture: Annotated[str, typer.Argument(help="gemma4: random, with every feature on.")],
+    name: Annotated[
+        str, typer.Argument(help="gemma4 (random, every feature on) or gemma4-nano (trained).")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     layers: Annotated[int, typer.Option(help="Blocks, a multiple of 6.")] = 12,
     hidden: Annotated[int, typer.Option(help="Hidden size; 256 and multiples quantise.")] = 256,
@@ -134,12 +136,25 @@ def tiny_target(
     window: Annotated[int, typer.Option(help="Sliding window, in tokens.")] = 32,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    quantise: Annotated[
+        str | None, typer.Option(help="gemma4-nano: also this type, by llama.cpp; as Q4_K_M.")
+    ] = None,
 ) -> None:
-    """Write a tiny random target model as a Hugging Face directory and as model-F16.gguf."""
+    """Write a tiny target: gemma4 as a Hugging Face directory and GGUF, gemma4-nano as GGUF.
+
+    The sizes are for gemma4; gemma4-nano comes as it was trained.
+    """
+    from pipeline.models.nano import write_nano_gguf
     from pipeline.models.tiny import write_tiny_gemma4
 
-    if architecture != "gemma4":
-        raise PipelineError(f"no tiny target {architecture!r}; there is: gemma4")
+    if name == "gemma4-nano":
+        for path in write_nano_gguf(out, quantise):
+            typer.echo(f"wrote {path}")
+        return
+    if name != "gemma4":
+        raise PipelineError(f"no tiny target {name!r}; there are: gemma4, gemma4-nano")
+    if quantise is not None:
+        raise PipelineError("--quantise is for gemma4-nano; random weights tell nothing quantised")
     write_tiny_gemma4(
         out,
         layers=layers,

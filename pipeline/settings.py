@@ -23,7 +23,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(
-        description="Target model: a Hugging Face directory, a .gguf file, or smollm2-135m."
+        description="Target model: a Hugging Face directory, a .gguf file, gemma4-nano or "
+        "smollm2-135m."
     )
     prompts: str = Field(
         description="Prompts: JSONL or Parquet file, saved dataset directory, or dataset name."

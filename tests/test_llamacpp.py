@@ -14,11 +14,12 @@ import transformers
 
 from pipeline.errors import PipelineError
 from pipeline.models.base import Generation, PositionedRow, Prompt, RowOutput, Sampling
+from pipeline.models.gguf_writer import add_tokenizer
 from pipeline.models.llamacpp import LlamaCppTarget
 from pipeline.models.llamacpp_library import LogRouter
 from pipeline.models.llamacpp_native import Context
 from pipeline.models.sampling import RowSampler
-from pipeline.models.tiny import GGUF_NAME, _add_tokenizer, write_tiny_gemma4
+from pipeline.models.tiny import GGUF_NAME, write_tiny_gemma4
 from pipeline.models.tiny_tokenizer import EOS_IDS, tiny_vocabulary
 
 pytest.importorskip("llama_cpp", reason="llama.cpp tests: pip install 'drafter-features[llamacpp]'")
@@ -268,7 +269,7 @@ def write_dense(path: Path, architecture: str) -> transformers.PreTrainedModel:
     writer.add_rope_dimension_count(16)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
-    _add_tokenizer(writer, tiny_vocabulary(512))
+    add_tokenizer(writer, tiny_vocabulary(512))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 3)
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()

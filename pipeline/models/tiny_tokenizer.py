@@ -6,6 +6,7 @@ llama.cpp also splits at newlines, so no merge here crosses one.
 
 import json
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -70,9 +71,13 @@ _CORPUS = (
 )
 
 
+NORMAL, CONTROL, BYTE = 1, 3, 6  # GGUF token types
+ASCII_LETTERS = {chr(code) for code in range(33, 127)} | {"\n", "▁"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyVocabulary:
-    """tokens by id; merges by rank; kinds: GGUF token types (1 normal, 3 control, 6 byte)."""
+    """tokens by id; merges by rank; kinds: GGUF token types."""
 
     tokens: list[str]
     merges: list[tuple[str, str]]
@@ -84,18 +89,49 @@ def tiny_vocabulary(size: int) -> TinyVocabulary:
 
     Raises PipelineError if size cannot hold what comes before the merges.
     """
-    letters = {chr(code) for code in range(33, 127)} | set(_CORPUS) | {"\n", "▁"}
+    letters = ASCII_LETTERS | set(_CORPUS) - {" "}
+    room = size - len(SPECIAL_TOKENS) - 256 - len(letters)
+    merges = _learn_merges([f"▁{word}" for word in _CORPUS.split()], max(0, room - 1))
+    return make_vocabulary(letters, merges, size)
+
+
+def make_vocabulary(
+    letters: Collection[str], merges: Sequence[tuple[str, str]], size: int
+) -> TinyVocabulary:
+    """Special tokens, 256 bytes, the letters sorted, what the merges make, then `<unusedN>`.
+
+    Before the given merges comes that of two newlines, which Gemma-4 has as well. Merges that make
+    the same token share it; those after the last token that fits are left out.
+    Raises PipelineError if size cannot hold what comes before the merges.
+    """
     tokens = list(SPECIAL_TOKENS) + [f"<0x{byte:02X}>" for byte in range(256)]
-    kinds = [3] * len(SPECIAL_TOKENS) + [6] * 256
-    tokens += sorted(letters - {" "})
+    kinds = [CONTROL] * len(SPECIAL_TOKENS) + [BYTE] * 256
+    tokens += sorted(letters)
     if size < len(tokens):
         raise PipelineError(f"a tiny vocabulary needs at least {len(tokens)} tokens, not {size}")
-    merges: list[tuple[str, str]] = [("\n", "\n")]
-    merges += _learn_merges([f"▁{word}" for word in _CORPUS.split()], size - len(tokens) - 1)
-    merges = merges[: size - len(tokens)]
-    tokens += ["".join(pair) for pair in merges]
+    ids = dict.fromkeys(tokens)  # an ordered set
+    kept: list[tuple[str, str]] = []
+    for pair in [("\n", "\n"), *merges]:
+        if "".join(pair) not in ids and len(ids) == size:
+            break
+        ids["".join(pair)] = None
+        kept.append(pair)
+    tokens = list(ids)
     tokens += [f"<unused{index}>" for index in range(size - len(tokens))]
-    return TinyVocabulary(tokens=tokens, merges=merges, kinds=kinds + [1] * (size - len(kinds)))
+    kinds += [NORMAL] * (size - len(kinds))
+    return TinyVocabulary(tokens=tokens, merges=kept, kinds=kinds)
+
+
+def read_hf_vocabulary(folder: Path) -> TinyVocabulary:
+    """What `write_hf_tokenizer` wrote into a directory."""
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    bytes_end = len(SPECIAL_TOKENS) + 256
+    return TinyVocabulary(
+        tokens=tokens,
+        merges=[(left, right) for left, right in model["merges"]],
+        kinds=[CONTROL] * len(SPECIAL_TOKENS) + [BYTE] * 256 + [NORMAL] * (len(tokens) - bytes_end),
+    )
 
 
 def _learn_merges(words: list[str], count: int) -> list[tuple[str, str]]:
