@@ -26,7 +26,7 @@ from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k
 from pipeline.geometry import feature_layout
 from pipeline.models.base import PositionedRow
-from pipeline.models.hf import geometry_of, meta_model
+from pipeline.models.hf_geometry import geometry_of, meta_model
 from pipeline.models.load import choose_backend, find_target, load_tokenizer
 from pipeline.models.tiny import write_tiny_gemma4
 from pipeline.run import execute, run_here

@@ -1,12 +1,12 @@
-"""The transformers backend: geometry, generation and the one forward pass features come from.
+"""The transformers backend: generation and the one forward pass features come from.
 
 K and V are taken where every transformers model hands them to its attention function: K after
 k_norm and RoPE, V after v_norm, all T rows whatever the window. That is the same for all
-architectures and equals `return_shared_kv_states` of Gemma-4 (tests/test_parity_hf.py).
+architectures and equals `return_shared_kv_states` of Gemma-4 (tests/test_hf.py).
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,19 @@ from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k, teacher_rows
 from pipeline.models.base import (
     Generation,
-    Geometry,
     PositionedRow,
     Prompt,
     RowOutput,
     Sampling,
-    SharedKV,
     TeacherRows,
 )
+from pipeline.models.hf_geometry import decoder_layers, geometry_of
 from pipeline.models.sampling import RowSampler
 
 ATTENTION = "sdpa_recording"
 # Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
 LOGITS_BYTES = 64 * 2**20
 GENERATE_ROWS = 32  # rows that decode together
-ATTENTION_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 def _recording_attention(
@@ -48,58 +46,6 @@ def _recording_attention(
 
 AttentionInterface.register(ATTENTION, _recording_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-def meta_model(config: Any) -> Any:
-    """The model a config describes, without memory for its weights.
-
-    Raises PipelineError where the architecture is not a causal language model we can read.
-    """
-    try:
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, ImportError) as error:
-        raise PipelineError(f"cannot build a {config.model_type} model: {error}") from error
-
-
-def geometry_of(model: Any) -> Geometry:
-    """Read the geometry from a model (on any device, meta too).
-
-    Head sizes come from the layers' own modules: `config.head_dim` means nothing where layers
-    differ. Raises PipelineError for attention that this pipeline does not know.
-    """
-    config = model.config
-    layers = _decoder_layers(model)
-    types = _layer_types(config, len(layers))
-    if getattr(config, "attn_logit_softcapping", None):
-        raise PipelineError(f"{config.model_type}: soft-capped attention scores are not supported")
-    own_kv = len(layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-    shared_kv = {}
-    for kind in ("sliding", "full"):
-        indices = [i for i in range(own_kv) if types[i] == kind]
-        if indices:
-            attention = layers[indices[-1]].self_attn
-            rope = _rope_parameters(config, kind)
-            shared_kv[kind] = SharedKV(
-                layer=indices[-1],
-                kv_heads=attention.k_proj.out_features // attention.head_dim,
-                head_dim=int(attention.head_dim),
-                rope_type=rope["rope_type"],
-                rope_theta=float(rope["rope_theta"]),
-            )
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Geometry(
-        architecture=config.model_type,
-        num_layers=len(layers),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        context_length=config.max_position_embeddings,
-        sliding_window=config.sliding_window if "sliding" in types else None,
-        logit_softcap=getattr(config, "final_logit_softcapping", None),
-        shared_kv=shared_kv,
-        hidden_dtype=dtype,
-        kv_dtype=dtype,
-    )
 
 
 class TransformersTarget:
@@ -125,7 +71,7 @@ class TransformersTarget:
         self._kv: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._record = False
         for kind, kv in self.geometry.shared_kv.items():
-            _decoder_layers(model)[kv.layer].self_attn.record_kv = self._recorder(kind)
+            decoder_layers(model)[kv.layer].self_attn.record_kv = self._recorder(kind)
         parameters = inspect.signature(model.base_model.forward).parameters
         # Renamed in transformers 5.24; the old name goes in 5.40.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -177,7 +123,7 @@ class TransformersTarget:
         positions = offsets[:, None] + torch.arange(width)
         blocks: dict[int, torch.Tensor] = {}
         hooks = [
-            _decoder_layers(self.model)[i].register_forward_hook(_keep_output(blocks, i))
+            decoder_layers(self.model)[i].register_forward_hook(_keep_output(blocks, i))
             for i in block_layers
         ]
         self._kv.clear()
@@ -310,30 +256,6 @@ class TransformersTarget:
             return greedy
         rows = logits.float().cpu().numpy()
         return [sampler(row) for sampler, row in zip(samplers, rows, strict=True)]
-
-
-def _decoder_layers(model: Any) -> Any:
-    layers = getattr(model.base_model, "layers", None)
-    if layers is None or not hasattr(layers[0], "self_attn"):
-        raise PipelineError(f"{model.config.model_type}: not a decoder-only model we can read")
-    return layers
-
-
-def _layer_types(config: Any, count: int) -> list[str]:
-    """Attention type of each layer, in our words; refuses what is neither full nor sliding."""
-    names = getattr(config, "layer_types", None)
-    if names is None:  # one kind for all, as Mistral
-        window = getattr(config, "sliding_window", None)
-        names = ["sliding_attention" if window else "full_attention"] * count
-    unknown = sorted(set(names) - set(ATTENTION_TYPES))
-    if unknown:
-        raise PipelineError(f"{config.model_type}: attention type {unknown[0]!r} is not supported")
-    return [ATTENTION_TYPES[name] for name in names]
-
-
-def _rope_parameters(config: Any, kind: str) -> Mapping[str, Any]:
-    rope = config.rope_parameters
-    return rope.get(f"{kind}_attention", rope) if isinstance(rope, Mapping) else {}
 
 
 def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from pipeline.models.base import (
     RowOutput,
     Sampling,
 )
-from pipeline.models.hf import geometry_of, meta_model
+from pipeline.models.hf_geometry import geometry_of, meta_model
 from pipeline.models.llamacpp_forward import GRAPH_NAMES, ForwardPass, GraphNames, group_rows
 from pipeline.models.llamacpp_generate import ContinuousBatch, answer_limits
 from pipeline.models.llamacpp_native import Capture, Context, Model

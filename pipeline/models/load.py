@@ -15,7 +15,8 @@ from pipeline.errors import PipelineError
 from pipeline.features import TORCH_DTYPES
 from pipeline.gguf import gguf_config, gguf_eos_ids, gguf_tokenizer, load_gguf_model, read_gguf
 from pipeline.models.base import Geometry, TargetModel
-from pipeline.models.hf import TransformersTarget, geometry_of, meta_model
+from pipeline.models.hf import TransformersTarget
+from pipeline.models.hf_geometry import geometry_of, meta_model
 from pipeline.models.llamacpp import LlamaCppTarget
 from pipeline.models.nano import NANO_FOLDER, NANO_NAME
 
