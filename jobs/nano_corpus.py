@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ANSWER_CHARS = 300  # about 100 tokens: short enough that the end of the turn is learnt
+ANSWER_CHARS = 300  # of a paragraph, about 80 tokens: short enough that the end is learnt
+CODE_CHARS = 160  # of a piece of a body: on longer ones so small a model learns to go in circles
 HEAD_CHARS = 400  # of a signature with its docstring
 CONTEXT_CHARS = 200  # of the lines before a later piece of a body
-_PIECE_CHARS = 100  # statements are joined until a piece is this long
+_PIECE_CHARS = 60  # statements are joined until a piece is this long
 HELD_OUT_SHARE = 20  # one module of this many is never trained on
 
 # Tests and generated tables repeat themselves; _sysconfigdata differs between machines.
@@ -152,7 +153,7 @@ def _pieces(lines: Sequence[str]) -> list[Sequence[str]]:
 
     The pieces joined are the body again; one that could not be cut short stays too long.
     """
-    if len("\n".join(lines)) <= ANSWER_CHARS or len(lines) == 1:
+    if len("\n".join(lines)) <= CODE_CHARS or len(lines) == 1:
         return [lines]
     blank = [i + 1 for i, line in enumerate(lines[:-1]) if not line.strip()]
     if blank:
