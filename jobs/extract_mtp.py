@@ -5,6 +5,7 @@ ray job submit --working-dir . -- python jobs/extract_mtp.py … --out /abs/OUT
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,10 +17,12 @@ sys.path.insert(0, ROOT)
 
 from jobs.ray_pool import RayPool
 from pipeline.errors import PipelineError, run_program
+from pipeline.execute import dry_run, execute
+from pipeline.forecast import print_forecast
 from pipeline.progress import RunProgress
-from pipeline.run import Run, execute
+from pipeline.run import Run
 from pipeline.settings import Settings, with_settings
-from pipeline.summary import print_summary
+from pipeline.summary import print_summary, reject_fraction_exceeded
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -42,30 +45,45 @@ def start_ray(*, submitted: bool) -> None:
     )
 
 
+def _stop(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 @app.command()
 @with_settings
 def main(settings: Settings) -> None:
     """Let the target model answer prompts and dump the features that train its drafters."""
     submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if submitted and not Path(settings.out).is_absolute():
-        raise PipelineError(
-            f"--out {settings.out}: must be absolute under `ray job submit`; the job runs in a "
-            "temporary directory, and what it writes there is lost"
-        )
-    settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
+    if "://" not in settings.out:
+        if submitted and not Path(settings.out).is_absolute():
+            raise PipelineError(
+                f"--out {settings.out}: must be absolute or a URL under `ray job submit`; the job "
+                "runs in a temporary directory, and what it writes there is lost"
+            )
+        settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
 
     with RunProgress() as progress:
 
         def ray_pool(run: Run) -> RayPool:
             # Only now, with the run planned: bad input needs no cluster to be told so.
             start_ray(submitted=submitted)
-            return RayPool(run.spec, progress.say)
+            # `ray job stop` sends SIGTERM; ray.init would put its own handler over an earlier one.
+            signal.signal(signal.SIGTERM, _stop)
+            return RayPool(run.spec, run.settings, progress.say)
 
         try:
-            manifest = execute(settings, ray_pool, progress)
+            if settings.dry_run:
+                told = dry_run(settings, ray_pool, progress)
+            else:
+                manifest = execute(settings, ray_pool, progress)
         finally:
             ray.shutdown()
+    if settings.dry_run:
+        print_forecast(told, settings.out)
+        return
     print_summary(manifest, settings.out)
+    if reject_fraction_exceeded(manifest, settings.max_reject_fraction):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

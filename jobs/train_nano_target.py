@@ -1,7 +1,7 @@
 """Train gemma4-nano, the small Gemma-4 that ships with the package; two CPU cores, no Ray.
 
-python jobs/train_nano_target.py --out DIR     trains (36 minutes on two shared cores), then prints the numbers
-python jobs/train_nano_target.py --eval        reproduces the numbers of the shipped model's card
+python jobs/train_nano_target.py --out DIR   trains (36 minutes, cores shared), prints its numbers
+python jobs/train_nano_target.py --eval      reproduces the numbers of the shipped model's card
 """
 
 import ctypes

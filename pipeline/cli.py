@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pipeline.errors import PipelineError, run_program
+from pipeline.settings import Settings, with_settings
 
 FINDINGS = 1  # exit code of validate
 
@@ -26,6 +27,27 @@ Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="OUT of a run, OUT/data, or a directory with shards.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.command(
+    epilog="Example: pipeline rollout --target m.gguf --prompts p.jsonl --out /data/run "
+    "--rollout-endpoint http://127.0.0.1:8080"
+)
+@with_settings
+def rollout(settings: Settings) -> None:
+    """Stage 1 alone: let the target model, or a server of it, answer the prompts."""
+    from pipeline.stage_command import run_stage
+
+    raise typer.Exit(run_stage(settings, "rollouts"))
+
+
+@app.command(epilog="Example: pipeline extract --target m.gguf --prompts p.jsonl --out /data/run")
+@with_settings
+def extract(settings: Settings) -> None:
+    """Stage 2 alone: the features of the rollouts that are in OUT; same options as stage 1."""
+    from pipeline.stage_command import run_stage
+
+    raise typer.Exit(run_stage(settings, "features"))
 
 
 @app.command(epilog="Example: pipeline validate /data/run --json > report.json")

@@ -7,6 +7,7 @@ input row: the row goes to rejects.jsonl with its reason and the run goes on.
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -22,6 +23,18 @@ class IncompleteError(PipelineError):
     """The run stopped half-way; what is committed stays and the same command goes on from it."""
 
     exit_code = 3
+
+
+class StorageError(IncompleteError):
+    """The output could not be written: disk full, or object storage that fails or lies."""
+
+
+def no_space(out: str) -> StorageError:
+    """The error for a disk that is full in the middle of a run."""
+    return StorageError(
+        f"--out {out}: no space left; what is committed is whole, and the same command goes on "
+        "from it once there is space"
+    )
 
 
 class RowReject(Exception):
@@ -46,7 +59,8 @@ def exit_on_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is committed", file=sys.stderr)
+        again = shlex.join([sys.executable, *sys.argv])
+        print(f"interrupted; what is committed stays. To go on:\n{again}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -2,41 +2,20 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from pipeline.errors import RowReject
 from pipeline.features import feature_columns, position_offset
 from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
+from pipeline.memory import halving
 from pipeline.models.base import PositionedRow, TargetModel
 from pipeline.schema import Layout
 from pipeline.settings import Settings
 from pipeline.shards import ROW_GROUP_BYTES, Row, ShardWriter, ids_sha256, row_arrays
-
-
-class RowRange(NamedTuple):
-    """Rows [start, stop) of one rollout file (a path under OUT)."""
-
-    file: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardTask:
-    """What one shard is made of: consecutive rollout rows, in order."""
-
-    index: int
-    total: int
-    ranges: tuple[RowRange, ...]
-
-    @property
-    def name(self) -> str:
-        return f"train-{self.index:05d}"
+from pipeline.tasks import ShardTask
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -66,18 +45,25 @@ def extract_shard(
 ) -> Commit:
     """Run the target model over a shard's rows and publish the file.
 
-    Rows keep their order; a row with a non-finite feature is rejected. Memory holds one row
-    group and one micro-batch, whatever the shard's size.
+    Rows keep their order; a row with a non-finite feature is rejected, and so are the task's
+    faults. Memory holds one row group and one micro-batch, whatever the shard's size.
     """
     started = time.monotonic()
     staged = folder.stage(task.name)
     rejects: list[Reject] = []
     kept: list[str] = []
     tokens = supervised = 0
+
+    def good_rows() -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(rollout_rows(task, rollout_layout, folder)):
+            if index in task.faults:
+                rejects.append(_reject(row, *task.faults[index]))
+            else:
+                yield row
+
     with ShardWriter(staged, layout, {**footer, "shard": task.name}) as writer:
-        rows = _rollout_rows(task, rollout_layout, folder.out)
-        for group in _row_groups(rows, layout.stored_bytes_per_token):
-            finished, bad = _extract_rows(group, target, layout, settings)
+        for group in row_groups(good_rows(), layout.stored_bytes_per_token):
+            finished, bad = extract_rows(group, target, layout, settings)
             rejects += bad
             if finished:
                 writer.write(finished)
@@ -95,6 +81,8 @@ def extract_shard(
         tokens=tokens,
         supervised_tokens=supervised,
         ids_sha256=ids_sha256(kept),
+        inputs_sha256=task.inputs_sha256,
+        attempt=task.attempt,
         fingerprint=footer["fingerprint"],
         rejects=tuple(rejects),
         seconds=round(time.monotonic() - started, 3),
@@ -102,10 +90,10 @@ def extract_shard(
     return folder.publish(staged, commit)
 
 
-def _extract_rows(
+def extract_rows(
     rows: Sequence[dict[str, Any]], target: TargetModel, layout: Layout, settings: Settings
 ) -> tuple[list[Row], list[Reject]]:
-    """Features of one row group, in its order."""
+    """Features of one row group, in its order, and the rows that have none."""
     done: dict[int, Row] = {}
     rejects: dict[int, Reject] = {}
     for batch in micro_batches([row["num_tokens"] for row in rows], settings.batch_tokens):
@@ -113,8 +101,11 @@ def _extract_rows(
             PositionedRow(rows[i]["input_ids"], _offset(rows[i], target.geometry, settings))
             for i in batch
         ]
-        outputs = target.forward(positioned, top_k=settings.topk)
+        outputs = halving(lambda some: target.forward(some, top_k=settings.topk), positioned)
         for i, row, output in zip(batch, positioned, outputs, strict=True):
+            if isinstance(output, RowReject):
+                rejects[i] = _reject(rows[i], output.reason, output.detail)
+                continue
             arrays = feature_columns(output, row.ids, rows[i]["loss_mask"], layout)
             broken = [
                 name
@@ -122,16 +113,16 @@ def _extract_rows(
                 if array.dtype == np.float32 and not np.isfinite(array).all()
             ]
             if broken:
-                rejects[i] = Reject(
-                    source=rows[i]["source"],
-                    sample_id=rows[i]["sample_id"],
-                    reason="non_finite",
-                    detail=f"{broken[0]} holds a value that is not finite",
-                )
+                detail = f"{broken[0]} holds a value that is not finite"
+                rejects[i] = _reject(rows[i], "non_finite", detail)
                 continue
             scalars = {c.name: rows[i].get(c.name) for c in layout.columns if not c.shape}
             done[i] = {**scalars, **arrays, "position_offset": row.offset}
     return [done[i] for i in sorted(done)], [rejects[i] for i in sorted(rejects)]
+
+
+def _reject(row: dict[str, Any], reason: str, detail: str) -> Reject:
+    return Reject(source=row["source"], sample_id=row["sample_id"], reason=reason, detail=detail)
 
 
 def _offset(row: dict[str, Any], geometry: Geometry, settings: Settings) -> int:
@@ -144,17 +135,18 @@ def _offset(row: dict[str, Any], geometry: Geometry, settings: Settings) -> int:
     )
 
 
-def _rollout_rows(task: ShardTask, layout: Layout, out: Path) -> Iterator[dict[str, Any]]:
+def rollout_rows(task: ShardTask, layout: Layout, folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """The rollout rows of a shard, in order; checksums verified."""
     columns = [c for c in layout.columns if c.name != "text"]
     names = [c.name for c in columns]
-    for file, start, stop in task.ranges:
-        table = pq.read_table(out / file, columns=names, page_checksum_verification=True)
+    for name, start, stop in task.ranges:
+        table = folder.read_table(name, names)
         arrays = [row_arrays(table[c.name], c)[start:stop] for c in columns]
         for values in zip(*arrays, strict=True):
             yield dict(zip(names, values, strict=True))
 
 
-def _row_groups(
+def row_groups(
     rows: Iterator[dict[str, Any]], bytes_per_token: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Cut the rows where their features would pass ROW_GROUP_BYTES; at least one row each."""

@@ -5,27 +5,32 @@
     OUT/data/        stage 2, the shards
     OUT/commits/     one JSON record a finished file: a file without a record does not exist
     OUT/manifest.json, rejects.jsonl, README.md    written by the driver from the above
-    OUT/.staging/    unfinished files; dot-prefixed, so no loader takes them for data
+    OUT/.staging/    unfinished files; dot-prefixed, so no loader takes them for data. Where OUT is
+                     object storage they lie on the local disk until they are uploaded
 
 A file's name carries the start of its sha256 and its record is created at most once, so a late
-worker can neither replace a file that a record points at nor add one beside it. No torch here.
+worker can neither replace a file that a record points at nor add one beside it. A record also has
+the digest of what its file was made from: a file made from something else is made again. No torch
+here.
 """
 
 import contextlib
-import fcntl
+import hashlib
 import json
-import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, StorageError
 from pipeline.shards import file_sha256
+from pipeline.storage import LOCK_NAME, open_storage
 
 MANIFEST_VERSION = 1
 _FILE_NAME = re.compile(r"(plan|rollouts|data)/[A-Za-z0-9._-]+\.parquet")
@@ -58,6 +63,8 @@ class Commit(BaseModel):
     sha256: str = Field(pattern=_SHA256)
     ids_sha256: str = Field(pattern=_SHA256)
     fingerprint: str = Field(pattern=_SHA256)
+    inputs_sha256: str = Field(pattern=_SHA256)
+    attempt: int = Field(1, ge=1)  # 2 and up: earlier ones failed or lost their worker
     rejects: tuple[Reject, ...] = ()
     seconds: float = Field(ge=0)
 
@@ -70,145 +77,140 @@ class Commit(BaseModel):
 
 
 class RunFolder:
-    """The paths of a run and the two ways to write into it: `publish` and `write_json`."""
+    """The files of a run: `publish` adds finished ones, `write_json` and `write_text` the rest."""
 
     def __init__(self, out: str | Path) -> None:
-        self.out = Path(out)
-        self.plan = self.out / "plan"
-        self.commits = self.out / "commits"
-        self.staging = self.out / ".staging"
+        """out: a directory or a URL; see `pipeline.storage`."""
+        self.storage = open_storage(out)
+        self.url = self.storage.url
 
     def create(self) -> None:
-        """Make the folders. Raises PipelineError where OUT holds something else."""
-        own = ("rollouts", "data", "commits", ".staging")
+        """Check that OUT is usable. Raises PipelineError where it holds something else."""
         try:
-            if self.out.is_dir() and not self.plan.is_dir():
-                # Empty folders of ours are what a run leaves that failed before its plan stood.
-                strangers = [
-                    path.name
-                    for path in self.out.iterdir()
-                    if path.name != ".lock"
-                    and (path.name not in own or not path.is_dir() or any(path.glob("*.*")))
-                ]
-                if strangers:
-                    raise PipelineError(
-                        f"--out {self.out}: not empty ({strangers[0]}) and not a run of this "
-                        "pipeline; name a new directory"
-                    )
-            for name in own:
-                (self.out / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PipelineError(f"--out {self.out}: {error.strerror}") from error
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for one driver; the lock dies with its process.
-
-        Raises PipelineError naming the process that holds it.
-        """
-        with (self.out / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
+            there = [name for name in self.storage.list("") if name != LOCK_NAME]
+            for folder in ("data", "rollouts", "commits"):
+                there += [f"{folder}/{name}" for name in self.storage.list(folder)]
+            if there and "plan.json" not in self.storage.list("plan"):
                 raise PipelineError(
-                    f"--out {self.out}: another run is writing here ({file.read().strip()})"
-                ) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-            file.flush()
-            yield
+                    f"--out {self.url}: not empty ({there[0]}) and not a run of this "
+                    "pipeline; name a new directory"
+                )
+            self.storage.scratch()
+        except OSError as error:
+            raise PipelineError(f"--out {self.url}: {error.strerror or error}") from error
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the folder for one driver. Raises PipelineError naming who holds it."""
+        return self.storage.locked()
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file of the run, to read from."""
+        return self.storage.open(name)
+
+    def read_table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """A Parquet file of the run, checksums verified. Raises StorageError if it is damaged."""
+        try:
+            with self.open(name) as file:
+                return pq.read_table(file, columns=columns, page_checksum_verification=True)
+        except (OSError, pa.ArrowException) as error:
+            raise StorageError(f"{self.url}/{name}: cannot be read ({error})") from error
 
     def stage(self, name: str) -> Path:
-        """A fresh path for an unfinished file; no two workers get the same."""
-        self.staging.mkdir(exist_ok=True)
-        return self.staging / f"{name}.{uuid.uuid4().hex}.parquet"
+        """A fresh local path for an unfinished file; no two workers get the same."""
+        return self.storage.scratch() / f"{name}.{uuid.uuid4().hex}.parquet"
 
     def publish(self, staged: Path, commit: Commit) -> Commit:
         """Move a finished file to where its record says and create that record.
 
         Returns the record that counts: if another worker was first, its own, and our file goes.
         """
-        final = self.out / commit.file
-        _fsync(staged)
-        staged.replace(final)
-        _fsync(final.parent)
-        record = self.staging / f"{commit.name}.{uuid.uuid4().hex}.json"
-        record.write_text(commit.model_dump_json(indent=1) + "\n")
-        _fsync(record)
-        try:
-            # Unlike a rename, a link never replaces a record that is already there.
-            os.link(record, self.commits / f"{commit.name}.json")
-        except FileExistsError:
-            first = self.read_commit(self.commits / f"{commit.name}.json")
-            if first.file != commit.file:
-                final.unlink(missing_ok=True)
-            return first
-        finally:
-            record.unlink(missing_ok=True)
-        _fsync(self.commits)
-        return commit
-
-    def read_commit(self, path: Path) -> Commit:
-        try:
-            commit = Commit.model_validate_json(path.read_bytes())
-        except (pydantic.ValidationError, OSError) as error:
-            raise PipelineError(f"{path}: not a commit record: {error}") from error
-        if path.stem != commit.name:
-            raise PipelineError(f"{path}: is the record of {commit.name}")
-        return commit
+        self.storage.put(staged, commit.file, commit.sha256)
+        record = f"commits/{commit.name}.json"
+        if self.storage.create(record, f"{commit.model_dump_json(indent=1)}\n".encode()):
+            return commit
+        first = parse_commit(record, self.storage.read(record))
+        if first.file != commit.file:
+            self.storage.remove(commit.file)
+        return first
 
     def read_commits(self) -> dict[str, Commit]:
         """All records, by name. Raises PipelineError for one that cannot be read."""
-        found = [self.read_commit(path) for path in sorted(self.commits.glob("*.json"))]
-        return {commit.name: commit for commit in found}
+        found = self.storage.read_all("commits", ".json").items()
+        commits = [parse_commit(f"{self.url}/commits/{name}", data) for name, data in found]
+        return {commit.name: commit for commit in commits}
 
-    def drop_broken(self) -> list[str]:
-        """Take back records whose file is missing or has another size; returns what was wrong."""
-        broken = []
-        for name, commit in self.read_commits().items():
-            path = self.out / commit.file
-            size = path.stat().st_size if path.is_file() else None
-            if size != commit.bytes:
-                found = "missing" if size is None else f"{size} bytes, recorded {commit.bytes}"
-                broken.append(f"{commit.file}: {found}")
-                (self.commits / f"{name}.json").unlink()
-                path.unlink(missing_ok=True)
-        return broken
+    def take_back(self, commit: Commit) -> None:
+        """Remove a record and its file; the record first, so it never points at nothing."""
+        self.storage.remove(f"commits/{commit.name}.json")
+        self.storage.remove(commit.file)
 
-    def sweep(self) -> None:
-        """Remove unfinished files and data files without a record."""
-        known = {commit.file for commit in self.read_commits().values()}
-        for path in self.staging.glob("*"):
-            path.unlink()
+    def drop_broken(
+        self, commits: Mapping[str, Commit], *, verify: bool, say: Callable[[str], None]
+    ) -> dict[str, Commit]:
+        """Take back records whose file is missing or has another size; returns the sound ones.
+
+        verify: also read each file and compare its sha256.
+        """
+        sizes = {
+            f"{folder}/{name}": size
+            for folder in ("rollouts", "data")
+            for name, size in self.storage.list(folder).items()
+        }
+        sound = {}
+        for name, commit in commits.items():
+            size = sizes.get(commit.file)
+            found = "missing" if size is None else f"{size} bytes, recorded {commit.bytes}"
+            if size == commit.bytes:
+                if not verify or self._sha256(commit.file) == commit.sha256:
+                    sound[name] = commit
+                    continue
+                found = "its sha256 is not the recorded one"
+            say(f"{commit.file}: {found}; it will be made again")
+            self.take_back(commit)
+        return sound
+
+    def _sha256(self, name: str) -> str:
+        with self.open(name) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+    def sweep(self, commits: Iterable[Commit]) -> None:
+        """Remove unfinished files and data files that none of the records names."""
+        known = {commit.file for commit in commits}
+        self.storage.sweep_scratch()
         for folder in ("rollouts", "data"):
-            for path in (self.out / folder).glob("*.parquet"):
-                if f"{folder}/{path.name}" not in known:
-                    path.unlink()
+            for name in self.storage.list(folder):
+                if name.endswith(".parquet") and f"{folder}/{name}" not in known:
+                    self.storage.remove(f"{folder}/{name}")
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace OUT/name in one step."""
         self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        self.staging.mkdir(exist_ok=True)
-        part = self.staging / f"{uuid.uuid4().hex}.tmp"
-        part.write_text(text, encoding="utf-8")
-        _fsync(part)
-        part.replace(self.out / name)
+        self.storage.replace(name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read OUT/name. Raises PipelineError if it is not there or not a JSON object."""
-        path = self.out / name
         try:
-            value = json.loads(path.read_bytes())
+            value = json.loads(self.storage.read(name))
         except FileNotFoundError:
-            raise PipelineError(f"{self.out}: no {name}, so not the folder of a run") from None
+            raise PipelineError(f"{self.url}: no {name}, so not the folder of a run") from None
         except (OSError, ValueError) as error:
-            raise PipelineError(f"{path}: {error}") from error
+            raise PipelineError(f"{self.url}/{name}: {error}") from error
         if not isinstance(value, dict):
-            raise PipelineError(f"{path}: not a JSON object")
+            raise PipelineError(f"{self.url}/{name}: not a JSON object")
         return value
+
+
+def parse_commit(where: str, data: bytes) -> Commit:
+    """The record in the file `where`. Raises PipelineError naming that file."""
+    try:
+        commit = Commit.model_validate_json(data)
+    except pydantic.ValidationError as error:
+        raise PipelineError(f"{where}: not a commit record: {error}") from error
+    if Path(where).stem != commit.name:
+        raise PipelineError(f"{where}: is the record of {commit.name}")
+    return commit
 
 
 def make_commit(staged: Path, *, folder: str, stem: str, **fields: Any) -> Commit:
@@ -220,11 +222,3 @@ def make_commit(staged: Path, *, folder: str, stem: str, **fields: Any) -> Commi
         sha256=sha256,
         **fields,
     )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,28 +3,31 @@
 OUT/plan/part-00000.parquet holds the prompts of one rollout part, rendered and tokenised once:
 `segments` are the fixed texts around the answers as ids; `given_mask` is set only where the input
 gave the answers (--turns given): then there is one segment, the whole row.
+OUT/plan/rejects.jsonl holds the rows that were not accepted; OUT/plan/plan.json comes last, and
+without it there is no plan. Memory holds one part and a line a part, however many rows there are.
 """
 
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pydantic
+from pydantic import BaseModel, ConfigDict
 
 import pipeline
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
-from pipeline.extract import RowRange, ShardTask
-from pipeline.manifest import Commit, Reject, RunFolder
-from pipeline.prompts import PromptHasher, PromptRow, read_prompts
-from pipeline.schema import Layout
+from pipeline.manifest import Reject, RunFolder
+from pipeline.prompts import PromptHasher, PromptRow, RejectedRow, read_prompts
 from pipeline.settings import Settings
-from pipeline.shards import row_arrays
+from pipeline.shards import file_sha256
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -36,17 +39,38 @@ PLAN_SCHEMA = pa.schema(
 )
 
 
-class Plan(NamedTuple):
-    """parts: rows of each rollout part; fields: what the fingerprint is made of."""
+class PlanPart(BaseModel):
+    """One part file: its size and digest, rows, and tokens of the segments in it."""
 
-    parts: tuple[int, ...]
-    rejects: tuple[Reject, ...]
-    fields: dict[str, Any]
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows: int
+    prompt_tokens: int
+    bytes: int
+    sha256: str
+
+
+class Plan(BaseModel):
+    """What OUT/plan/plan.json says; fields: what the fingerprint is made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     fingerprint: str
+    fields: dict[str, Any]
+    rejected: dict[str, int]
+    parts: tuple[PlanPart, ...]
 
     @property
     def rows(self) -> int:
-        return sum(self.parts)
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(part.prompt_tokens for part in self.parts)
+
+
+def part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
 
 
 def fingerprint_fields(
@@ -63,6 +87,7 @@ def fingerprint_fields(
     return {
         "code": pipeline.__version__,
         "backend": backend,
+        "generated_by": "endpoint" if settings.rollout_endpoint else backend,
         "target_sha256": target_sha256,
         "tokenizer_sha256": _text_sha256(tokenizer.backend_tokenizer.to_str()),
         "chat_template_sha256": _text_sha256(renderer.template),
@@ -76,49 +101,75 @@ def fingerprint_of(fields: Mapping[str, Any]) -> str:
     return _text_sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
-def write_parts(
-    settings: Settings, renderer: ChatRenderer, longest: int, folder: Path
-) -> tuple[list[int], list[Reject], str]:
-    """Read, render and tokenise every prompt into part files under `folder`.
+def _read(settings: Settings) -> Iterator[PromptRow | RejectedRow]:
+    return read_prompts(settings.prompts, limit=settings.limit)
 
-    Returns rows of each part, rejects in input order, and the digest of the prompts' content.
-    Raises PipelineError if no row is accepted.
+
+def prompts_sha256(settings: Settings) -> str:
+    """The digest of the prompts' content, without rendering any."""
+    hasher = PromptHasher()
+    for row in _read(settings):
+        if isinstance(row, PromptRow):
+            hasher.update(row)
+    return hasher.hexdigest()
+
+
+class _Written(NamedTuple):
+    parts: list[PlanPart]
+    rejected: dict[str, int]
+    prompts_sha256: str
+
+
+def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder: Path) -> _Written:
+    """Read, render and tokenise every prompt into part files and rejects.jsonl under `folder`.
+
+    longest: tokens of the longest row. Raises PipelineError if no row is accepted.
     """
     hasher = PromptHasher()
-    rejects: list[Reject] = []
-    parts: list[int] = []
+    parts: list[PlanPart] = []
     pending: list[dict[str, Any]] = []
+    rejected: Counter[str] = Counter()
+    first_reject = ""
 
     def flush() -> None:
         if pending:
-            table = pa.Table.from_pylist(pending, schema=PLAN_SCHEMA)
-            pq.write_table(table, folder / f"part-{len(parts):05d}.parquet", compression="zstd")
-            parts.append(len(pending))
+            parts.append(write_part(folder / part_name(len(parts)), pending))
             pending.clear()
 
-    for row in read_prompts(settings.prompts, limit=settings.limit):
-        if not isinstance(row, PromptRow):
-            rejects.append(Reject(**row._asdict()))
-            continue
-        hasher.update(row)
-        try:
-            pending.append(_planned(row, renderer, settings, longest))
-        except RowReject as reject:
-            rejects.append(
-                Reject(
+    with (folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects:
+        for row in _read(settings):
+            try:
+                if not isinstance(row, PromptRow):
+                    raise RowReject(row.reason, row.detail)
+                hasher.update(row)
+                pending.append(_planned(row, renderer, settings, longest))
+            except RowReject as why:
+                reject = Reject(
                     source=row.source,
                     sample_id=row.sample_id,
-                    reason=reject.reason,
-                    detail=reject.detail,
+                    reason=why.reason,
+                    detail=why.detail,
                 )
-            )
-        if len(pending) == settings.rollout_rows:
-            flush()
-    flush()
+                rejects.write(reject.model_dump_json() + "\n")
+                rejected[why.reason] += 1
+                first_reject = first_reject or f"; first reject: {row.source}: {why.detail}"
+            if len(pending) == settings.rollout_rows:
+                flush()
+        flush()
     if not parts:
-        why = f"; first reject: {rejects[0].source}: {rejects[0].detail}" if rejects else ""
-        raise PipelineError(f"--prompts {settings.prompts}: no usable row{why}")
-    return parts, rejects, hasher.hexdigest()
+        raise PipelineError(f"--prompts {settings.prompts}: no usable row{first_reject}")
+    return _Written(parts, dict(sorted(rejected.items())), hasher.hexdigest())
+
+
+def write_part(path: Path, rows: list[dict[str, Any]]) -> PlanPart:
+    """Write planned rows as one part file."""
+    pq.write_table(pa.Table.from_pylist(rows, schema=PLAN_SCHEMA), path, compression="zstd")
+    return PlanPart(
+        rows=len(rows),
+        prompt_tokens=sum(len(ids) for row in rows for ids in row["segments"]),
+        bytes=path.stat().st_size,
+        sha256=file_sha256(path),
+    )
 
 
 def _planned(
@@ -159,31 +210,57 @@ def make_plan(
     which comes from reading the prompts.
     Raises PipelineError naming each field in which a run that is already there differs.
     """
-    scratch = folder.staging / "plan"
+    there = read_plan(folder) if "plan.json" in folder.storage.list("plan") else None
+    if there is not None:
+        known = there.fields.get("prompts_sha256")
+        _refuse_other(there.fields, {**fields, "prompts_sha256": known}, folder.url)
+        now = {**fields, "prompts_sha256": prompts_sha256(settings)}
+        _refuse_other(there.fields, now, folder.url)
+        sizes = folder.storage.list("plan")
+        if all(sizes.get(part_name(i)) == part.bytes for i, part in enumerate(there.parts)):
+            return there
+    scratch = folder.storage.scratch() / "plan"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    parts, rejects, prompts_sha256 = write_parts(settings, renderer, longest, scratch)
-    all_fields = {**fields, "prompts_sha256": prompts_sha256}
-    plan = Plan(tuple(parts), tuple(rejects), all_fields, fingerprint_of(all_fields))
-    if folder.plan.is_dir():
-        there = folder.read_json("plan/plan.json").get("fields")
-        if not isinstance(there, dict):
-            raise PipelineError(f"{folder.plan}/plan.json: has no fields; name a new directory")
-        _refuse_other(there, all_fields, folder.out)
+    try:
+        written = write_parts(settings, renderer, longest, scratch)
+    except PipelineError:
         shutil.rmtree(scratch)
-    else:
-        described = {
-            "fingerprint": plan.fingerprint,
-            "fields": all_fields,
-            "parts": parts,
-            "rejects": len(rejects),
-        }
-        (scratch / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
-        scratch.rename(folder.plan)
+        raise
+    all_fields = {**fields, "prompts_sha256": written.prompts_sha256}
+    plan = Plan(
+        fingerprint=fingerprint_of(all_fields),
+        fields=all_fields,
+        rejected=written.rejected,
+        parts=tuple(written.parts),
+    )
+    if there is not None and plan != there:
+        raise PipelineError(
+            f"--out {folder.url}: files of its plan are missing, and planning again gives another "
+            "plan; name a new directory"
+        )
+    for index, part in enumerate(plan.parts):
+        folder.storage.put(scratch / part_name(index), f"plan/{part_name(index)}", part.sha256)
+    rejects = scratch / "rejects.jsonl"
+    folder.storage.put(rejects, "plan/rejects.jsonl", file_sha256(rejects))
+    shutil.rmtree(scratch)
+    folder.write_text("plan/plan.json", plan.model_dump_json(indent=1) + "\n")
     return plan
 
 
-def _refuse_other(old: Mapping[str, Any], new: Mapping[str, Any], out: Path) -> None:
+def read_plan(folder: RunFolder) -> Plan:
+    """The plan in OUT. Raises PipelineError if it cannot be read."""
+    try:
+        return Plan.model_validate(folder.read_json("plan/plan.json"))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PipelineError(
+            f"{folder.url}/plan/plan.json: {where}: {first['msg']}; name a new directory"
+        ) from error
+
+
+def _refuse_other(old: Mapping[str, Any], new: Mapping[str, Any], out: str) -> None:
     """Raise PipelineError with every differing field and both values."""
     before, now = dict(_flat(old)), dict(_flat(new))
     differing = [
@@ -205,43 +282,6 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def plan_shards(
-    rollouts: list[Commit],
-    *,
-    folder: RunFolder,
-    rollout_layout: Layout,
-    bytes_per_token: int,
-    shard_bytes: int,
-) -> list[ShardTask]:
-    """Cut all rollout rows, in order, into shards of about even token counts.
-
-    bytes_per_token: of the features in their logical dtypes. Lengths are known now, so sizes are
-    even; a shard holds at least one row.
-    """
-    rows: list[tuple[str, int, int]] = []  # file, row in it, tokens
-    lengths = next(c for c in rollout_layout.columns if c.name == "num_tokens")
-    for commit in rollouts:
-        table = pq.read_table(folder.out / commit.file, columns=["num_tokens"])
-        counts = row_arrays(table["num_tokens"], lengths)
-        rows += [(commit.file, i, count) for i, count in enumerate(counts)]
-    total = sum(tokens for _, _, tokens in rows)
-    wanted = max(1, round(total * bytes_per_token / shard_bytes))
-    shards: dict[int, list[RowRange]] = {}
-    before = 0
-    for file, i, tokens in rows:
-        # The shard that the row's middle falls into.
-        ranges = shards.setdefault((before + tokens // 2) * wanted // max(1, total), [])
-        before += tokens
-        if ranges and ranges[-1].file == file:
-            ranges[-1] = ranges[-1]._replace(stop=i + 1)
-        else:
-            ranges.append(RowRange(file, i, i + 1))
-    return [
-        ShardTask(index=index, total=len(shards), ranges=tuple(ranges))
-        for index, ranges in enumerate(shards.values())
-    ]
 
 
 def _text_sha256(text: str) -> str:

@@ -7,6 +7,7 @@ A row is an object with `messages` ([{role, content}, …]) or ShareGPT's `conve
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import PipelineError, RowReject
 from pipeline.prompt_sources import NumberText, SourceRow, open_rows, quote
 
+SEEN_CACHE_KIB = 64 * 2**10  # of ids held in memory
 MAX_ID_CHARS = 1024
 
 # What each reject code means. The codes after `duplicate_id` come from rendering (chat.py).
@@ -168,18 +170,19 @@ def content_id(messages: Sequence[Message]) -> str:
 
 
 class SeenIds:
-    """The ids met so far, at 16 bytes each however long they are."""
+    """The ids met so far; in a temporary database file, so memory does not grow with them."""
 
     def __init__(self) -> None:
-        self._digests: set[bytes] = set()
+        self._ids = sqlite3.connect("")
+        self._ids.executescript(
+            f"PRAGMA journal_mode = OFF; PRAGMA cache_size = -{SEEN_CACHE_KIB};"
+            "CREATE TABLE ids (digest BLOB PRIMARY KEY) WITHOUT ROWID;"
+        )
 
     def add(self, sample_id: str) -> bool:
         """Take up an id; False if it was there already."""
         digest = hashlib.blake2b(sample_id.encode(), digest_size=16).digest()
-        if digest in self._digests:
-            return False
-        self._digests.add(digest)
-        return True
+        return self._ids.execute("INSERT OR IGNORE INTO ids VALUES (?)", (digest,)).rowcount == 1
 
 
 class PromptHasher:

@@ -1,33 +1,34 @@
 """Stage 1, one part: planned prompts in, the target model's answers as ids out."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from pipeline.conversation import Conversation
+from pipeline.errors import RowReject
 from pipeline.features import row_seed
 from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
-from pipeline.models.base import Prompt, Sampling, TargetModel
+from pipeline.memory import halving
+from pipeline.models.base import Generation, Prompt, Sampling, TargetModel
 from pipeline.schema import Layout
 from pipeline.settings import Settings
 from pipeline.shards import Row, ShardWriter, ids_sha256
+from pipeline.tasks import RolloutTask, RowFault
+
+# Answers in the order of the prompts; a prompt that cannot be answered gets a RowReject.
+Generate = Callable[[Sequence[Prompt], Sampling], Sequence[Generation | RowReject]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutTask:
-    index: int
+def generate_with(target: TargetModel) -> Generate:
+    """Generation by a loaded target model; where memory runs out, by fewer prompts at once."""
 
-    @property
-    def name(self) -> str:
-        return f"rollout-{self.index:05d}"
+    def generate(prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation | RowReject]:
+        return halving(lambda some: target.generate(some, sampling), prompts)
 
-    @property
-    def plan_file(self) -> str:
-        return f"plan/part-{self.index:05d}.parquet"
+    return generate
 
 
 def longest_row(settings: Settings, geometry: Geometry) -> int:
@@ -48,7 +49,9 @@ def sampling_of(settings: Settings) -> Sampling:
 def roll_out_part(
     task: RolloutTask,
     *,
-    target: TargetModel,
+    generate: Generate,
+    eos_ids: frozenset[int],
+    longest: int,
     tokenizer: Any,
     layout: Layout,
     settings: Settings,
@@ -58,26 +61,15 @@ def roll_out_part(
     """Answer every open turn of a part's conversations and publish the file.
 
     Turns of a conversation are answered in order, each with the answers before it as context.
+    longest: tokens of the longest row.
     """
     started = time.monotonic()
-    planned = pq.read_table(folder.out / task.plan_file).to_pylist()
-    rows: list[Row] = []
-    rejects: list[Reject] = []
-    if settings.turns == "given":
-        rows = [_given_row(row) for row in planned]
-    else:
-        conversations = [
-            Conversation(
-                [np.array(ids, dtype=np.int32) for ids in row["segments"]], eos_ids=target.eos_ids
-            )
-            for row in planned
-        ]
-        too_long = _answer_all(conversations, planned, target, settings)
-        for i, (row, conversation) in enumerate(zip(planned, conversations, strict=True)):
-            if i in too_long:
-                rejects.append(_too_long(row, too_long[i], longest_row(settings, target.geometry)))
-            else:
-                rows.append(_answered_row(row, conversation))
+    planned = read_planned(task, folder)
+    faults = dict(task.faults)
+    open_rows = {i: row for i, row in enumerate(planned) if i not in faults}
+    rows, new_faults = answer_rows(open_rows, generate, eos_ids, longest, settings)
+    faults.update(new_faults)
+    rejects = [_reject(planned[i], faults[i]) for i in sorted(faults)]
     rows = [
         {**row, "text": tokenizer.decode(row["input_ids"], skip_special_tokens=False)}
         for row in rows
@@ -96,6 +88,8 @@ def roll_out_part(
         tokens=sum(len(row["input_ids"]) for row in rows),
         supervised_tokens=int(sum(np.sum(row["loss_mask"]) for row in rows)),
         ids_sha256=ids_sha256([row["sample_id"] for row in rows]),
+        inputs_sha256=task.inputs_sha256,
+        attempt=task.attempt,
         fingerprint=footer["fingerprint"],
         rejects=tuple(rejects),
         seconds=round(time.monotonic() - started, 3),
@@ -103,35 +97,51 @@ def roll_out_part(
     return folder.publish(staged, commit)
 
 
-def _answer_all(
-    conversations: list[Conversation],
-    planned: list[dict[str, Any]],
-    target: TargetModel,
-    settings: Settings,
-) -> dict[int, int]:
-    """Answer turn by turn, all conversations together.
+def read_planned(task: RolloutTask, folder: RunFolder) -> list[dict[str, Any]]:
+    """The rows of the task's plan part."""
+    planned: list[dict[str, Any]] = folder.read_table(task.plan_file).to_pylist()
+    return planned
 
-    Returns, by index, the length of a context that an earlier answer made too long.
-    """
-    too_long: dict[int, int] = {}
+
+def answer_rows(
+    planned: Mapping[int, dict[str, Any]],
+    generate: Generate,
+    eos_ids: frozenset[int],
+    longest: int,
+    settings: Settings,
+) -> tuple[list[Row], dict[int, RowFault]]:
+    """Rows of a rollout file (without text) in the order of `planned`, and by key what failed."""
+    if settings.turns == "given":
+        return [_given_row(row) for row in planned.values()], {}
+    conversations = {
+        i: Conversation([np.array(ids, dtype=np.int32) for ids in row["segments"]], eos_ids=eos_ids)
+        for i, row in planned.items()
+    }
+    faults: dict[int, RowFault] = {}
     turn = 0
     while True:
         prompts: dict[int, Prompt] = {}
-        for i, conversation in enumerate(conversations):
-            ids = None if i in too_long else conversation.next_prompt()
+        for i, conversation in conversations.items():
+            ids = None if i in faults else conversation.next_prompt()
             if ids is None:
                 continue
-            if len(ids) >= longest_row(settings, target.geometry):
-                too_long[i] = len(ids)
+            if len(ids) >= longest:
+                detail = f"a later turn starts after {len(ids)} tokens, and a row holds {longest}"
+                faults[i] = RowFault("too_long", detail)
                 continue
             seed = row_seed(settings.seed, f"turn {turn}", planned[i]["sample_id"])
             prompts[i] = Prompt(ids, seed)
         if not prompts:
-            return too_long
-        answers = target.generate(list(prompts.values()), sampling_of(settings))
+            break
+        answers = generate(list(prompts.values()), sampling_of(settings))
         for i, answer in zip(prompts, answers, strict=True):
-            conversations[i].add_answer(answer.ids, answer.finish_reason)
+            if isinstance(answer, RowReject):
+                faults[i] = RowFault(answer.reason, answer.detail)
+            else:
+                conversations[i].add_answer(answer.ids, answer.finish_reason)
         turn += 1
+    answered = [_answered_row(planned[i], c) for i, c in conversations.items() if i not in faults]
+    return answered, faults
 
 
 def _answered_row(row: dict[str, Any], conversation: Conversation) -> Row:
@@ -158,10 +168,10 @@ def _given_row(row: dict[str, Any]) -> Row:
     }
 
 
-def _too_long(row: dict[str, Any], length: int, longest: int) -> Reject:
+def _reject(row: dict[str, Any], fault: RowFault) -> Reject:
     return Reject(
         source=row["source"],
         sample_id=row["sample_id"],
-        reason="too_long",
-        detail=f"a later turn starts after {length} tokens, and a row holds {longest}",
+        reason=fault.reason,
+        detail=fault.detail,
     )

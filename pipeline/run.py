@@ -1,24 +1,20 @@
-"""A run from settings to finished folder; who executes the tasks is the caller's business.
+"""What a run is: its plan, its records so far, and the files that tie its folder together.
 
-`start` plans, `run.rollout_tasks` and `run.shard_tasks` say what is left to do, a `Worker` does
-one task, and `run.finish` writes what ties the folder together. jobs/extract_mtp.py spreads the
-tasks over Ray actors; `run_here` executes them in this process.
+`start` plans one, or picks up the one that OUT holds; pipeline/execute.py carries it out.
 """
 
 import dataclasses
-import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from pipeline.card import dataset_card
 from pipeline.chat import ChatRenderer
-from pipeline.errors import IncompleteError, PipelineError
-from pipeline.extract import ShardTask
+from pipeline.endpoint import checked_url
+from pipeline.errors import PipelineError
 from pipeline.gguf import read_gguf
-from pipeline.manifest import MANIFEST_VERSION, Commit, Reject, RunFolder
+from pipeline.manifest import MANIFEST_VERSION, Commit, RunFolder
 from pipeline.models.load import (
     choose_backend,
     find_target,
@@ -26,24 +22,23 @@ from pipeline.models.load import (
     load_geometry,
     load_tokenizer,
 )
-from pipeline.plan import Plan, fingerprint_fields, make_plan, plan_shards
-from pipeline.progress import RunProgress
-from pipeline.rollout import RolloutTask, longest_row, sampling_of
+from pipeline.plan import Plan, fingerprint_fields, make_plan
+from pipeline.rollout import longest_row, sampling_of
 from pipeline.settings import Settings
-from pipeline.summary import describe
-from pipeline.worker import Task, Worker, WorkerSpec, rollout_layout, versions
-
-# Takes tasks, yields each one's record as it is committed, in any order.
-Executor = Callable[[list[Task]], Iterator[Commit]]
+from pipeline.summary import run_summary
+from pipeline.tasks import RolloutTask, Task, plan_shards
+from pipeline.versions import versions
+from pipeline.worker import WorkerSpec, rollout_layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A planned run."""
+    """A planned run; commits: the records so far, by name."""
 
     spec: WorkerSpec
     folder: RunFolder
     plan: Plan
+    commits: dict[str, Commit]
     target: Mapping[str, Any]  # what the manifest says of its file
 
     @property
@@ -51,32 +46,47 @@ class Run:
         return self.spec.settings
 
     def rollout_tasks(self) -> list[Task]:
-        done = self.folder.read_commits()
-        tasks = [RolloutTask(index=i) for i in range(len(self.plan.parts))]
-        return [task for task in tasks if task.name not in done]
+        """Every part; one is done if its name is among the commits."""
+        return [
+            RolloutTask(index=i, rows=part.rows, inputs_sha256=part.sha256)
+            for i, part in enumerate(self.plan.parts)
+        ]
 
     def shard_tasks(self) -> list[Task]:
-        """Call once all rollout tasks are done."""
-        done = self.folder.read_commits()
-        return [task for task in self.all_shards() if task.name not in done]
-
-    def all_shards(self) -> list[ShardTask]:
-        return plan_shards(
-            self._commits("rollout"),
-            folder=self.folder,
-            rollout_layout=rollout_layout(),
+        """Every shard; call once all rollouts are done. Writes down which rows go where."""
+        tasks = plan_shards(
+            self.of_kind("rollout"),
+            self.folder,
             bytes_per_token=self.spec.layout.bytes_per_token,
             shard_bytes=self.settings.shard_mb * 10**6,
         )
+        self.folder.write_json("plan/shards.json", {task.name: task.ranges for task in tasks})
+        return list(tasks)
 
-    def _commits(self, kind: str) -> list[Commit]:
-        commits = self.folder.read_commits().values()
-        return sorted((c for c in commits if c.kind == kind), key=lambda c: c.name)
+    def undone(self, tasks: Sequence[Task], kind: str) -> list[Task]:
+        """The tasks without a record of just these inputs; other records of the kind go.
+
+        Rollouts that were lost and done again may differ (on a GPU), and what was extracted from
+        the lost ones must not stay beside them.
+        """
+        wanted = {task.name: task.inputs_sha256 for task in tasks}
+        for commit in self.of_kind(kind):
+            if wanted.get(commit.name) != commit.inputs_sha256:
+                self.folder.take_back(self.commits.pop(commit.name))
+        return [task for task in tasks if task.name not in self.commits]
+
+    def of_kind(self, kind: str) -> list[Commit]:
+        """The records of rollouts or shards, in order."""
+        found = (commit for commit in self.commits.values() if commit.kind == kind)
+        return sorted(found, key=lambda commit: commit.name)
 
     def write_card(self) -> None:
         """The dataset card, listing exactly the shards that are committed."""
         card = dataset_card(
-            self.spec.layout, self._commits("shard"), self._commits("rollout"), self.target["name"]
+            self.spec.layout,
+            self.of_kind("shard"),
+            self.of_kind("rollout"),
+            self.target["name"],
         )
         self.folder.write_text("README.md", card)
 
@@ -85,22 +95,24 @@ class Run:
 
         Raises PipelineError if complete and rows in is not rows out plus rows rejected.
         """
-        shards, rollouts = self._commits("shard"), self._commits("rollout")
-        rejects = [*self.plan.rejects, *(r for c in rollouts + shards for r in c.rejects)]
-        rows_in = self.plan.rows + len(self.plan.rejects)
+        shards, rollouts = self.of_kind("shard"), self.of_kind("rollout")
+        late = [reject for commit in rollouts + shards for reject in commit.rejects]
+        rejected = Counter(self.plan.rejected) + Counter(reject.reason for reject in late)
+        rows_in = self.plan.rows + sum(self.plan.rejected.values())
         rows_out = sum(c.rows for c in shards)
-        if complete and rows_in != rows_out + len(rejects):
+        if complete and rows_in != rows_out + rejected.total():
             raise PipelineError(
-                f"{self.folder.out}: {rows_in} rows in, but {rows_out} out and "
-                f"{len(rejects)} rejected; please report this"
+                f"{self.folder.url}: {rows_in} rows in, but {rows_out} out and "
+                f"{rejected.total()} rejected; please report this"
             )
+        remote = "endpoint" if self.settings.rollout_endpoint else self.spec.backend
         manifest = {
             "manifest_version": MANIFEST_VERSION,
             "complete": complete,
             "fingerprint": self.plan.fingerprint,
             "fingerprint_fields": self.plan.fields,
             "target": dict(self.target),
-            "generated_by": None if self.settings.turns == "given" else self.spec.backend,
+            "generated_by": None if self.settings.turns == "given" else remote,
             "scored_by": self.spec.backend,
             "settings": self.settings.model_dump(exclude={"out"}),
             "sampling": dataclasses.asdict(sampling_of(self.settings)),
@@ -110,13 +122,15 @@ class Run:
             "bytes_per_token": self.spec.layout.bytes_per_token,
             "rows_in": rows_in,
             "rows_out": rows_out,
-            "rejected": _count(rejects),
+            "rejected": dict(sorted(rejected.items())),
             "tokens": sum(c.tokens for c in shards),
+            "summary": run_summary(rollouts, shards, self.spec.layout.bytes_per_token),
             "shards": [c.model_dump(mode="json", exclude={"rejects"}) for c in shards],
             "rollouts": [c.model_dump(mode="json", exclude={"rejects"}) for c in rollouts],
         }
-        lines = "".join(reject.model_dump_json() + "\n" for reject in rejects)
-        self.folder.write_text("rejects.jsonl", lines)
+        early = self.folder.storage.read("plan/rejects.jsonl").decode()
+        lines = "".join(reject.model_dump_json() + "\n" for reject in late)
+        self.folder.write_text("rejects.jsonl", early + lines)
         self.folder.write_json("manifest.json", manifest)
         return manifest
 
@@ -134,8 +148,10 @@ SEMANTICS = {
 }
 
 
-def start(settings: Settings, *, folder: RunFolder) -> Run:
+def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:
     """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
+    if settings.rollout_endpoint is not None:
+        checked_url(settings.rollout_endpoint)
     files = find_target(settings.target)
     backend = choose_backend(files, settings.backend)
     tokenizer = load_tokenizer(files, settings.tokenizer)
@@ -177,72 +193,12 @@ def start(settings: Settings, *, folder: RunFolder) -> Run:
         fields=fields,
     )
     spec = dataclasses.replace(spec, fingerprint=plan.fingerprint)
-    folder.drop_broken()
-    folder.sweep()
+    commits = folder.drop_broken(folder.read_commits(), verify=settings.verify_resume, say=say)
+    folder.sweep(commits.values())
     target = {"name": files.name, "kind": files.kind, "sha256": fields["target_sha256"]}
     if files.kind == "gguf":
         target["tensor_types"] = dict(read_gguf(files.path).quantisation)
-    return Run(spec=spec, folder=folder, plan=plan, target=target)
-
-
-def execute(
-    settings: Settings,
-    make_executor: Callable[[Run], Executor],
-    progress: RunProgress | None = None,
-) -> dict[str, Any]:
-    """The whole run; returns the manifest. Quiet without `progress`.
-
-    Raises PipelineError, and IncompleteError where the disk is full.
-    """
-    folder = RunFolder(settings.out)
-    try:
-        return _execute(settings, folder, make_executor, progress)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise IncompleteError(
-            f"--out {settings.out}: no space left; what is committed is whole, and the same "
-            "command goes on from it once there is space"
-        ) from error
-
-
-def _execute(
-    settings: Settings,
-    folder: RunFolder,
-    make_executor: Callable[[Run], Executor],
-    progress: RunProgress | None,
-) -> dict[str, Any]:
-    progress = progress or RunProgress(Console(quiet=True))
-    folder.create()
-    with folder.locked():
-        run = start(settings, folder=folder)
-        progress.say(describe(run))
-        run.write_manifest(complete=False)
-        executor = make_executor(run)
-        total, tasks = len(run.plan.parts), run.rollout_tasks()
-        progress.stage("rollouts", unit="parts", total=total, done=total - len(tasks))
-        for commit in executor(tasks):
-            progress.commit(commit)
-        total, tasks = len(run.all_shards()), run.shard_tasks()
-        progress.stage("features", unit="shards", total=total, done=total - len(tasks))
-        run.write_card()
-        for commit in executor(tasks):
-            run.write_card()
-            progress.commit(commit)
-        folder.sweep()
-        run.write_card()
-        return run.write_manifest(complete=True)
-
-
-def run_here(run: Run) -> Executor:
-    """Execute tasks one after the other in this process."""
-    worker = Worker(run.spec, "cpu")
-
-    def executor(tasks: Iterable[Task]) -> Iterator[Commit]:
-        for task in tasks:
-            yield worker.execute(task)
-
-    return executor
+    return Run(spec=spec, folder=folder, plan=plan, commits=commits, target=target)
 
 
 def _template(settings: Settings) -> str | None:
@@ -252,10 +208,3 @@ def _template(settings: Settings) -> str | None:
         return Path(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PipelineError(f"--chat-template {settings.chat_template}: {error}") from error
-
-
-def _count(rejects: list[Reject]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for reject in rejects:
-        counts[reject.reason] = counts.get(reject.reason, 0) + 1
-    return dict(sorted(counts.items()))

@@ -12,9 +12,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.errors import PipelineError, exit_on_error
 
 # Settings that do not change a byte of the data files.
-NOT_IN_FINGERPRINT = frozenset({"out", "workers", "threads", "device"})
+NOT_IN_FINGERPRINT = frozenset(
+    {
+        "out",
+        "workers",
+        "threads",
+        "device",
+        "gpus_per_worker",
+        "max_reject_fraction",
+        "no_progress_timeout",
+        "verify_resume",
+        "dry_run",
+        "rollout_concurrency",
+    }
+)
 # Settings that stand in the fingerprint by what they come to: content digests, backend used.
-FINGERPRINTED_BY_CONTENT = frozenset({"target", "prompts", "tokenizer", "chat_template", "backend"})
+FINGERPRINTED_BY_CONTENT = frozenset(
+    {"target", "prompts", "tokenizer", "chat_template", "backend", "rollout_endpoint"}
+)
 
 
 class Settings(BaseModel):
@@ -29,7 +44,9 @@ class Settings(BaseModel):
     prompts: str = Field(
         description="Prompts: JSONL or Parquet file, saved dataset directory, or dataset name."
     )
-    out: str = Field(description="Output directory (absolute under `ray job submit`).")
+    out: str = Field(
+        description="Output directory (absolute under `ray job submit`) or URL: s3://bucket/path."
+    )
     backend: Literal["auto", "llamacpp", "transformers"] = Field(
         "auto",
         description="What runs the target model. llamacpp: the very arithmetic that serves a GGUF; "
@@ -78,6 +95,29 @@ class Settings(BaseModel):
     threads: int = Field(1, ge=1, description="CPU threads of an actor.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where actors run the target model; auto: GPUs if the cluster has any."
+    )
+    gpus_per_worker: int = Field(
+        1, ge=1, description="GPUs an actor spreads the target model over, if one is too small."
+    )
+    rollout_endpoint: str | None = Field(
+        None,
+        description="URL of a llama-server or vLLM that answers in the target model's place, by "
+        "token ids.",
+    )
+    rollout_concurrency: int = Field(
+        16, ge=1, description="Requests to --rollout-endpoint in flight."
+    )
+    max_reject_fraction: float = Field(
+        0.01, ge=0, le=1, description="A complete run with more rejected rows exits with code 1."
+    )
+    no_progress_timeout: float = Field(
+        300.0, gt=0, description="Seconds after which a worker that finishes nothing is reported."
+    )
+    verify_resume: bool = Field(
+        False, description="On resume, read every finished file and check its sha256."
+    )
+    dry_run: bool = Field(
+        False, description="Plan, measure a few rows, print the forecast, write nothing."
     )
 
     @classmethod

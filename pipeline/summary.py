@@ -1,9 +1,12 @@
 """What a run says at its start and at its end."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.manifest import Commit
 from pipeline.rollout import sampling_of
+from pipeline.task_queue import QUARANTINE_REASONS
 
 if TYPE_CHECKING:
     from pipeline.run import Run
@@ -29,21 +32,71 @@ def describe(run: "Run") -> str:
         f"{geometry.architecture}, {geometry.num_layers} layers, hidden {geometry.hidden_size}, "
         f"{layers}; {geometry.hidden_dtype}, KV {geometry.kv_dtype}, "
         f"{run.spec.layout.bytes_per_token:,} bytes a token\n"
-        f"{run.plan.rows:,} conversations ({len(run.plan.rejects)} rejected), turns "
+        f"{run.plan.rows:,} conversations ({sum(run.plan.rejected.values())} rejected), turns "
         f"{settings.turns}, {drawn}, at most {sampling.max_new_tokens} new tokens, ends at ids "
         f"{sorted(run.spec.eos_ids)}, position shift up to {settings.position_shift_max}, "
         f"seed {settings.seed}"
     )
 
 
+def run_summary(
+    rollouts: Sequence[Commit], shards: Sequence[Commit], bytes_per_token: int
+) -> dict[str, Any]:
+    """What a run cost and what faults it met, for the manifest.
+
+    tokens_per_worker_second: of each stage, over the time its workers spent on it; of rollouts,
+        generated tokens. compressed: file bytes over the features' logical bytes.
+    """
+    tokens, size = sum(c.tokens for c in shards), sum(c.bytes for c in shards)
+    generated = sum(c.supervised_tokens for c in rollouts)
+    rejects = [reject.reason for commit in [*rollouts, *shards] for reject in commit.rejects]
+    return {
+        "generated_tokens": generated,
+        "tokens_per_worker_second": {
+            "rollouts": _rate(generated, rollouts),
+            "features": _rate(tokens, shards),
+        },
+        "bytes": size,
+        "compressed": round(size / (tokens * bytes_per_token), 4) if tokens else None,
+        "retried": sum(c.attempt > 1 for c in [*rollouts, *shards]),
+        "quarantined_rows": sum(reason in QUARANTINE_REASONS for reason in rejects),
+    }
+
+
+def _rate(tokens: int, commits: Sequence[Commit]) -> float | None:
+    seconds = sum(c.seconds for c in commits)
+    return round(tokens / seconds, 1) if seconds else None
+
+
 def print_summary(manifest: Mapping[str, Any], out: str) -> None:
     """One summary at the end: rows in = rows out + rejected."""
-    rejected = sum(manifest["rejected"].values())
+    rejected, summary = sum(manifest["rejected"].values()), manifest["summary"]
     reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["rejected"].items())
-    size = sum(shard["bytes"] for shard in manifest["shards"])
     print(
         f"{manifest['rows_in']:,} rows in = {manifest['rows_out']:,} out + {rejected:,} rejected"
         + (f" ({reasons}; see rejects.jsonl)" if reasons else "")
-        + f"\n{manifest['tokens']:,} tokens, {len(manifest['shards'])} shards, "
-        f"{size / 1e6:,.1f} MB in {out}"
     )
+    rates = summary["tokens_per_worker_second"]
+    print(
+        f"{manifest['tokens']:,} tokens ({summary['generated_tokens']:,} generated); a worker made "
+        f"{rates['rollouts'] or 0:,.0f} tokens/s in rollouts, {rates['features'] or 0:,.0f} in "
+        "features"
+    )
+    print(
+        f"{len(manifest['shards'])} shards, {summary['bytes'] / 1e6:,.1f} MB in {out}, "
+        f"{summary['compressed'] or 0:.2f} of the logical bytes; {summary['retried']} tasks "
+        f"retried, {summary['quarantined_rows']} rows quarantined"
+    )
+
+
+def reject_fraction_exceeded(manifest: Mapping[str, Any], limit: float) -> bool:
+    """Whether more than `limit` of the input rows were rejected; says so on stderr."""
+    fraction = sum(manifest["rejected"].values()) / max(1, manifest["rows_in"])
+    if fraction <= limit:
+        return False
+    print(
+        f"complete, but {fraction:.1%} of the rows were rejected and --max-reject-fraction "
+        f"is {limit:.1%}",
+        file=sys.stderr,
+    )
+    return True

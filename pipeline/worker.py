@@ -1,23 +1,30 @@
 """One worker process: a loaded target model, and one task at a time."""
 
-import contextlib
 import dataclasses
-import importlib.metadata
+import errno
+import tempfile
 from typing import Any
 
 import torch
 
-import pipeline
-from pipeline.errors import PipelineError
-from pipeline.extract import ShardTask, extract_shard
+from pipeline.errors import PipelineError, no_space
+from pipeline.extract import extract_rows, extract_shard, rollout_rows, row_groups
+from pipeline.forecast import Probe, peak_memory
 from pipeline.geometry import Geometry, feature_layout
 from pipeline.manifest import Commit, RunFolder
 from pipeline.models.load import find_target, load_target, load_tokenizer
-from pipeline.rollout import RolloutTask, longest_row, roll_out_part
+from pipeline.plan import write_part
+from pipeline.rollout import (
+    Generate,
+    answer_rows,
+    generate_with,
+    longest_row,
+    read_planned,
+    roll_out_part,
+)
 from pipeline.schema import Layout, bind, load_schema
 from pipeline.settings import Settings
-
-Task = RolloutTask | ShardTask
+from pipeline.tasks import RolloutTask, ShardTask, Trial, Unit, plan_shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,20 +58,22 @@ class WorkerSpec:
             "depth": self.settings.depth,
         }
 
+    @property
+    def rollout_footer(self) -> dict[str, Any]:
+        return {**self.footer, "schemas": _digests("rollout")}
+
+    @property
+    def shard_footer(self) -> dict[str, Any]:
+        names = ("common", *self.settings.features.split(","))
+        return {**self.footer, "schemas": _digests(*names)}
+
+
+def _digests(*schemas: str) -> dict[str, str]:
+    return {schema.ref: schema.digest for schema in map(load_schema, schemas)}
+
 
 def rollout_layout() -> Layout:
     return bind([load_schema("rollout")], sizes={}, dtypes={}, layer_metadata={})
-
-
-def versions() -> dict[str, str]:
-    """What must agree between driver and workers, since it can change the bytes."""
-    names = ("drafter-features", "torch", "transformers", "llama-cpp-python")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    # The code's own version, since a checkout that is not installed has no metadata.
-    return {**found, "drafter-features": pipeline.__version__}
 
 
 class Worker:
@@ -77,6 +86,7 @@ class Worker:
         self.spec = spec
         self.folder = RunFolder(spec.settings.out)
         self.tokenizer = load_tokenizer(files, spec.settings.tokenizer)
+        self.longest = longest_row(spec.settings, spec.geometry)
         self.target = load_target(
             files,
             backend=spec.backend,
@@ -84,7 +94,7 @@ class Worker:
             kv_cache_dtype=spec.settings.kv_cache_dtype,
             device=device,
             threads=spec.settings.threads,
-            max_length=longest_row(spec.settings, spec.geometry),
+            max_length=self.longest,
             eos_ids=spec.eos_ids,
         )
         if self.target.geometry != spec.geometry:
@@ -92,28 +102,88 @@ class Worker:
                 f"{files.path}: loads as {self.target.geometry}, planned as {spec.geometry}"
             )
 
-    def execute(self, task: Task) -> Commit:
-        """Do one task and publish its file; returns the record that counts."""
-        if isinstance(task, RolloutTask):
-            return roll_out_part(
-                task,
-                target=self.target,
-                tokenizer=self.tokenizer,
-                layout=rollout_layout(),
-                settings=self.spec.settings,
-                folder=self.folder,
-                footer=self._footer("rollout"),
-            )
+    def execute(self, unit: Unit) -> Commit | None:
+        """Do one task and publish its file; returns the record that counts, None for a trial.
+
+        Raises StorageError where the output cannot be written.
+        """
+        try:
+            if isinstance(unit, Trial):
+                self._try(unit)
+                return None
+            if isinstance(unit, RolloutTask):
+                return self._roll_out(unit, self.folder)
+            return self._extract(unit, self.folder)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise no_space(self.spec.settings.out) from error
+
+    def _roll_out(self, task: RolloutTask, folder: RunFolder) -> Commit:
+        return roll_out_part(
+            task,
+            generate=self._generate,
+            eos_ids=self.spec.eos_ids,
+            longest=self.longest,
+            tokenizer=self.tokenizer,
+            layout=rollout_layout(),
+            settings=self.spec.settings,
+            folder=folder,
+            footer=self.spec.rollout_footer,
+        )
+
+    def _extract(self, task: ShardTask, folder: RunFolder) -> Commit:
         return extract_shard(
             task,
             target=self.target,
             layout=self.spec.layout,
             rollout_layout=rollout_layout(),
             settings=self.spec.settings,
-            folder=self.folder,
-            footer=self._footer("common", *self.spec.settings.features.split(",")),
+            folder=folder,
+            footer=self.spec.shard_footer,
         )
 
-    def _footer(self, *schemas: str) -> dict[str, Any]:
-        digests = {schema.ref: schema.digest for schema in map(load_schema, schemas)}
-        return {**self.spec.footer, "schemas": digests}
+    def _try(self, trial: Trial) -> None:
+        settings, task = self.spec.settings, trial.task
+        chosen = [i for i in trial.rows if i not in task.faults]
+        if isinstance(task, RolloutTask):
+            planned = read_planned(task, self.folder)
+            some = {i: planned[i] for i in chosen}
+            answer_rows(some, self._generate, self.spec.eos_ids, self.longest, settings)
+            return
+        rows = enumerate(rollout_rows(task, rollout_layout(), self.folder))
+        kept = (row for i, row in rows if i in set(chosen))
+        for group in row_groups(kept, self.spec.layout.stored_bytes_per_token):
+            extract_rows(group, self.target, self.spec.layout, settings)
+
+    def probe(self, rows: list[dict[str, Any]]) -> Probe:
+        """Take planned rows through both stages in a scratch folder, and measure."""
+        with tempfile.TemporaryDirectory(prefix="probe-") as scratch:
+            folder = RunFolder(scratch)
+            staged = folder.stage("plan")
+            part = write_part(staged, rows)
+            task = RolloutTask(index=0, rows=len(rows), inputs_sha256=part.sha256)
+            folder.storage.put(staged, task.plan_file, part.sha256)
+            rollout = self._roll_out(task, folder)
+            if not rollout.rows:
+                raise PipelineError(f"none of {len(rows)} rows tried can be answered")
+            layout = self.spec.layout
+            shards = plan_shards(
+                [rollout], folder, bytes_per_token=layout.bytes_per_token, shard_bytes=2**62
+            )
+            shard = self._extract(shards[0], folder)
+        return Probe(
+            rows=rollout.rows,
+            tokens=rollout.tokens,
+            generated=0 if self.spec.settings.turns == "given" else rollout.supervised_tokens,
+            rollout_seconds=rollout.seconds,
+            rollout_bytes=rollout.bytes,
+            feature_seconds=shard.seconds,
+            feature_bytes=shard.bytes,
+            memory=peak_memory(),
+            gpu_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        )
+
+    @property
+    def _generate(self) -> Generate:
+        return generate_with(self.target)

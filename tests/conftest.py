@@ -67,7 +67,7 @@ def tiny_run(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     Read-only: copy it before changing anything.
     """
-    from pipeline.run import execute, run_here
+    from pipeline.execute import LocalWorker, execute
     from pipeline.settings import Settings
 
     base = tmp_path_factory.mktemp("tiny_run")
@@ -93,5 +93,5 @@ def tiny_run(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         rollout_rows=4,
         shard_mb=1,
     )
-    execute(settings, run_here)
+    execute(settings, LocalWorker)
     return base / "out"

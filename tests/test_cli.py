@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from run_files import data_files, settings_of
 from tampering import Tampered
 from typer.testing import CliRunner
 
@@ -205,3 +206,25 @@ def test_rows_read_back_as_tampering_wrote_them(broken: Tampered) -> None:
     for row, back in zip(rows, again, strict=True):
         for key, value in row.items():
             np.testing.assert_array_equal(value, back[key])
+
+
+def test_rollout_then_extract_is_the_whole_run(tiny_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = settings_of(tiny_run, out=str(out)).model_dump(exclude_none=True)
+    words = [
+        word
+        for name, value in options.items()
+        if not isinstance(value, bool) and name != "max_reject_fraction"
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]
+    early = run_cli("extract", *words)
+    assert early.returncode == 2 and "not all rollouts are there yet" in early.stderr
+    first = run_cli("rollout", *words)
+    assert first.returncode == 0, first.stderr
+    assert "7 conversations with" in first.stdout and "`pipeline extract`" in first.stdout
+    second = run_cli("extract", *words)
+    assert second.returncode == 1  # 22 % rejected, and 1 % allowed
+    assert "9 rows in = 7 out + 2 rejected" in second.stdout
+    assert "complete, but 22.2% of the rows were rejected" in second.stderr
+    assert run_cli("extract", *words, "--max-reject-fraction", "0.3").returncode == 0
+    assert data_files(out) == data_files(tiny_run)

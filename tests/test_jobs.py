@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 from run_files import data_files, settings_of
 
 from pipeline.errors import IncompleteError, PipelineError
-from pipeline.run import execute
+from pipeline.execute import LocalWorker, execute
 from pipeline.settings import Settings
 
 ray = pytest.importorskip("ray", reason="Ray tests: pip install 'drafter-features[ray]'")
@@ -52,7 +54,7 @@ def run_pool(settings: Settings, lines: list[str] | None = None) -> dict[str, An
     from jobs.ray_pool import RayPool
 
     said = lines if lines is not None else []
-    return execute(settings, lambda run: RayPool(run.spec, said.append))
+    return execute(settings, lambda run: RayPool(run.spec, run.settings, said.append))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -91,7 +93,7 @@ def test_a_killed_actor_changes_nothing(cluster: None, tiny_run: Path, tmp_path:
     assert data_files(tmp_path / "out") == data_files(tiny_run)
 
 
-def test_a_task_that_keeps_failing_ends_the_run_as_resumable(
+def test_an_input_that_cannot_be_read_ends_the_run_as_resumable(
     cluster: None, tiny_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -103,14 +105,14 @@ def test_a_task_that_keeps_failing_ends_the_run_as_resumable(
     from jobs.ray_pool import RayPool
 
     def make(run: Any) -> Any:
-        pool = RayPool(run.spec, sabotage)
+        pool = RayPool(run.spec, run.settings, sabotage)
         plan_file = out / "plan" / "part-00001.parquet"
         plan_file.rename(plan_file.with_suffix(".gone"))
         return pool
 
-    with pytest.raises(IncompleteError, match=r"rollout-00001: failed \(FileNotFoundError"):
+    with pytest.raises(IncompleteError, match=r"plan/part-00001.parquet: cannot be read"):
         execute(settings_of(tiny_run, out=str(out)), make)
-    assert [line for line in lines if "trying again" in line]
+    assert sum(line.startswith("rollout-00001: StorageError") for line in lines) == 2
     (out / "plan" / "part-00001.gone").rename(out / "plan" / "part-00001.parquet")
     run_pool(settings_of(tiny_run, out=str(out)))
     assert data_files(out) == data_files(tiny_run)
@@ -120,15 +122,25 @@ def test_more_workers_than_the_cluster_holds_are_refused(
     cluster: None, tiny_run: Path, tmp_path: Path
 ) -> None:
     changes = {"out": str(tmp_path / "out"), "workers": 2, "threads": 2}
-    with pytest.raises(PipelineError, match=f"has {CPUS} CPUs and 0 GPUs, enough for 1"):
+    with pytest.raises(
+        PipelineError, match=f"has {CPUS} CPUs and 0 GPUs on 1 node.s., enough for 1"
+    ):
         run_pool(settings_of(tiny_run, **changes))
     with pytest.raises(PipelineError, match="this Ray cluster has no GPU"):
         run_pool(settings_of(tiny_run, out=str(tmp_path / "gpu"), device="cuda"))
 
 
-def arguments(settings: Settings) -> list[str]:
-    values = settings.model_dump(exclude_none=True)
-    return [part for k, v in values.items() for part in ("--" + k.replace("_", "-"), str(v))]
+def arguments(settings: Settings, **changes: Any) -> list[str]:
+    """As words of a command line; two of the nine rows are rejected, which is fine here."""
+    values = {**settings.model_dump(exclude_none=True), "max_reject_fraction": 0.5, **changes}
+    words: list[str] = []
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] * value
+        else:
+            words += [option, str(value)]
+    return words
 
 
 def test_the_job_as_a_plain_program(tiny_run: Path, tmp_path: Path) -> None:
@@ -144,6 +156,59 @@ def test_the_job_as_a_plain_program(tiny_run: Path, tmp_path: Path) -> None:
     assert data_files(tmp_path / "out") == data_files(tiny_run)
 
 
+def test_too_many_rejects_are_exit_code_1_and_a_forecast_writes_nothing(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_run, out=str(tmp_path / "out"), workers=1)
+    done = run_job(arguments(settings, max_reject_fraction=0.1, dry_run=True))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "out").exists()
+    assert "7 rows (2 rejected): " in done.stdout
+    assert "with 1 workers" in done.stdout and "bytes a token" in done.stdout
+    done = run_job(arguments(settings, max_reject_fraction=0.1))
+    assert done.returncode == 1
+    assert "22.2% of the rows were rejected and --max-reject-fraction is 10.0%" in done.stderr
+    assert data_files(tmp_path / "out") == data_files(tiny_run)
+
+
+def run_job(words: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(JOB), *words]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_says_how_to_go_on_and_does(
+    by: signal.Signals, tiny_run: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C, and SIGTERM as `ray job stop` sends it."""
+    out = tmp_path / "out"
+    settings = settings_of(tiny_run, out=str(out), workers=1, rollout_rows=1, max_new_tokens=400)
+    command = [sys.executable, str(JOB), *arguments(settings)]
+    job = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 120
+    while not list(out.glob("commits/*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.send_signal(by)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130, said
+    assert "interrupted; what is committed stays. To go on:" in said
+    again = shlex.split(said.splitlines()[-1])
+    assert again == command
+    done = len(list(out.glob("commits/*")))
+    assert 1 <= done < 9
+    assert subprocess.run(again, env=ENVIRONMENT, timeout=240).returncode == 0
+    clean = tmp_path / "clean"
+    execute(settings.model_copy(update={"out": str(clean)}), LocalWorker)
+    assert data_files(out) == data_files(clean)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -155,9 +220,7 @@ def test_the_job_as_a_plain_program(tiny_run: Path, tmp_path: Path) -> None:
 def test_bad_options_end_with_one_line_and_code_2(
     option: str, value: Any, message: str, tiny_run: Path, tmp_path: Path
 ) -> None:
-    raw = {**settings_of(tiny_run, out=str(tmp_path / "out")).model_dump(exclude_none=True)}
-    raw[option] = value
-    words = [part for k, v in raw.items() for part in ("--" + k.replace("_", "-"), str(v))]
+    words = arguments(settings_of(tiny_run, out=str(tmp_path / "out")), **{option: value})
     done = subprocess.run(
         [sys.executable, str(JOB), *words],
         env=ENVIRONMENT,
@@ -236,7 +299,7 @@ def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"] is True
     relative = submit(head, arguments(settings_of(tiny_run, out="lost")), ROOT)
     assert relative.returncode == 1  # Ray's own code for any failure
-    assert "error: --out lost: must be absolute under `ray job submit`" in relative.stdout
+    assert "error: --out lost: must be absolute or a URL under `ray job submit`" in relative.stdout
 
 
 def test_the_package_itself_never_imports_ray() -> None:

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from jobs.nano_card import answer_logprobs, is_loop, read_held_out
 from pipeline.chat import ChatRenderer
 from pipeline.cli import app
+from pipeline.execute import LocalWorker, execute
 from pipeline.models.base import PositionedRow, TargetModel
 from pipeline.models.load import find_target, load_eos_ids, load_target, load_tokenizer
 from pipeline.models.nano import HELD_OUT_NAME, NANO_FOLDER
 from pipeline.parity import compare
-from pipeline.run import execute, run_here
 from pipeline.settings import Settings
 from pipeline.validate import validate
 
@@ -79,7 +79,7 @@ def run_nano(out: Path, target: str, backend: str) -> list[dict[str, Any]]:
         kv_cache_dtype="float32",
         seed=7,
     )
-    execute(settings, run_here)
+    execute(settings, LocalWorker)
     report = validate(out)
     assert report.ok, [finding.message for finding in report.findings]
     return shard_rows(out)

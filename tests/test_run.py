@@ -16,16 +16,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import load_dataset
+from rich.console import Console
 from run_files import data_files, geometry_of_files, load, settings_of, shard_rows
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pipeline.errors import IncompleteError, PipelineError
+from pipeline.execute import LocalWorker, dry_run, execute
 from pipeline.extract import micro_batches
 from pipeline.features import row_seed
+from pipeline.forecast import print_forecast
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
 from pipeline.models.load import find_target, load_eos_ids
-from pipeline.run import Run, execute, run_here
+from pipeline.progress import RunProgress
+from pipeline.run import Run
 from pipeline.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -80,12 +84,12 @@ def test_every_stored_row_is_a_plain_pass_of_its_ids_at_its_offset(tiny_run: Pat
 
 
 def test_a_second_run_gives_the_same_bytes(tiny_run: Path, tmp_path: Path) -> None:
-    execute(settings_of(tiny_run, out=str(tmp_path / "out")), run_here)
+    execute(settings_of(tiny_run, out=str(tmp_path / "out")), LocalWorker)
     assert data_files(tmp_path / "out") == data_files(tiny_run)
 
 
 def test_the_seed_changes_answers_and_offsets(tiny_run: Path, tmp_path: Path) -> None:
-    execute(settings_of(tiny_run, out=str(tmp_path / "out"), seed=8), run_here)
+    execute(settings_of(tiny_run, out=str(tmp_path / "out"), seed=8), LocalWorker)
     before, after = shard_rows(tiny_run), shard_rows(tmp_path / "out")
     assert [r["sample_id"] for r in before] == [r["sample_id"] for r in after]
     assert all(
@@ -111,7 +115,7 @@ def test_turns_last_and_given(tiny_run: Path, tmp_path: Path) -> None:
         prompts.write_text(json.dumps({"id": "t", "messages": chat}) + "\n")
         out = tmp_path / turns
         changes = {"out": str(out), "turns": turns, "prompts": str(prompts)}
-        execute(settings_of(tiny_run, **changes), run_here)
+        execute(settings_of(tiny_run, **changes), LocalWorker)
         kept[turns] = shard_rows(out)[0]
     text = {
         turns: text_bytes(row["input_ids"][row["loss_mask"] == 1]) for turns, row in kept.items()
@@ -205,21 +209,21 @@ def test_another_run_in_the_same_folder_is_refused_naming_what_differs(
 ) -> None:
     out = shutil.copytree(tiny_run, tmp_path / "out")
     with pytest.raises(PipelineError) as error:
-        execute(settings_of(out, seed=8, max_new_tokens=5), run_here)
+        execute(settings_of(out, seed=8, max_new_tokens=5), LocalWorker)
     assert "settings.seed: there 7, now 8" in str(error.value)
     assert "settings.max_new_tokens: there 96, now 5" in str(error.value)
     prompts = tmp_path / "edited.jsonl"
     original = Path(settings_of(out).prompts).read_text()
     prompts.write_text(original.replace("Why?", "Why!"))
     with pytest.raises(PipelineError, match="prompts_sha256: there"):
-        execute(settings_of(out, prompts=str(prompts)), run_here)
+        execute(settings_of(out, prompts=str(prompts)), LocalWorker)
     assert data_files(out) == data_files(tiny_run)
 
 
 def test_a_folder_with_other_things_is_left_alone(tiny_run: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(PipelineError, match=r"not empty \(thesis.tex\)"):
-        execute(settings_of(tiny_run, out=str(tmp_path)), run_here)
+        execute(settings_of(tiny_run, out=str(tmp_path)), LocalWorker)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -229,8 +233,8 @@ def test_two_runs_in_one_folder_exclude_each_other(tiny_run: Path, tmp_path: Pat
         RunFolder(out).locked(),
         pytest.raises(PipelineError, match=r"another run is writing here \(process \d+ on "),
     ):
-        execute(settings_of(out), run_here)
-    execute(settings_of(out), run_here)  # the lock went with its holder
+        execute(settings_of(out), LocalWorker)
+    execute(settings_of(out), LocalWorker)  # the lock went with its holder
 
 
 def test_a_late_worker_can_neither_replace_nor_add(tiny_run: Path, tmp_path: Path) -> None:
@@ -270,8 +274,8 @@ def test_a_shift_for_length_dependent_rope_is_refused(
     (target / "config.json").write_text(json.dumps(config))
     changes = {"target": str(target), "out": str(tmp_path / "out")}
     with pytest.raises(PipelineError, match="pass --position-shift-max 0"):
-        execute(settings_of(tiny_run, **changes), run_here)
-    execute(settings_of(tiny_run, **changes, position_shift_max=0), run_here)
+        execute(settings_of(tiny_run, **changes), LocalWorker)
+    execute(settings_of(tiny_run, **changes, position_shift_max=0), LocalWorker)
     assert {row["position_offset"] for row in shard_rows(tmp_path / "out")} == {0}
 
 
@@ -340,7 +344,7 @@ def test_the_targets_generation_config_does_not_override_greedy(
     for name, path in (("plain", tiny_llama_dir), ("wishful", target)):
         out = tmp_path / name
         changes = {"target": str(path), "out": str(out), "temperature": 0.0, "max_new_tokens": 20}
-        execute(settings_of(tiny_run, **changes), run_here)
+        execute(settings_of(tiny_run, **changes), LocalWorker)
         outs.append([row["input_ids"].tolist() for row in shard_rows(out)])
     assert outs[0] == outs[1]
     manifest = json.loads((tmp_path / "wishful" / "manifest.json").read_text())
@@ -369,7 +373,7 @@ def test_a_non_finite_row_is_rejected_and_the_rest_kept(
         ]
 
     monkeypatch.setattr(hf.TransformersTarget, "forward", poisoned)
-    manifest = execute(settings_of(tiny_run, out=str(tmp_path / "out")), run_here)
+    manifest = execute(settings_of(tiny_run, out=str(tmp_path / "out")), LocalWorker)
     assert manifest["rejected"] == {"bad_json": 1, "empty_conversation": 1, "non_finite": 1}
     assert (manifest["rows_in"], manifest["rows_out"]) == (9, 6)
     last = json.loads((tmp_path / "out" / "rejects.jsonl").read_text().splitlines()[-1])
@@ -403,7 +407,7 @@ def test_prompts_longer_than_the_context_are_rejected_not_cut(
     rows = [("long", long), ("grows", grows), ("fine", [{"role": "user", "content": "Hi"}])]
     prompts.write_text("".join(json.dumps({"id": i, "messages": m}) + "\n" for i, m in rows))
     out = tmp_path / "out"
-    manifest = execute(settings_of(tiny_run, out=str(out), prompts=str(prompts)), run_here)
+    manifest = execute(settings_of(tiny_run, out=str(out), prompts=str(prompts)), LocalWorker)
     rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
     reasons = {r["sample_id"]: r["reason"] for r in rejects}
     assert reasons["long"] == "too_long"
@@ -432,7 +436,7 @@ def test_a_broken_file_of_the_target_is_one_clear_error(
     (target / file).write_text(content)
     changes = {"target": str(target), "out": str(tmp_path / "out")}
     with pytest.raises(PipelineError, match=message):
-        execute(settings_of(tiny_run, **changes), run_here)
+        execute(settings_of(tiny_run, **changes), LocalWorker)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +455,7 @@ def test_a_bad_setting_is_named_and_leaves_nothing(
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(PipelineError, match=message):
-        execute(settings_of(tiny_run, out=str(out), **changes), run_here)
+        execute(settings_of(tiny_run, out=str(out), **changes), LocalWorker)
     assert not [p for p in out.rglob("*") if p.is_file() and p.name != ".lock"]
 
 
@@ -460,7 +464,7 @@ def test_a_damaged_plan_is_told_before_anything_is_changed(tiny_run: Path, tmp_p
         out = shutil.copytree(tiny_run, tmp_path / f"out{len(content)}{content[0]}")
         (out / "plan" / "plan.json").write_text(content)
         with pytest.raises(PipelineError, match=r"plan\.json"):
-            execute(settings_of(out), run_here)
+            execute(settings_of(out), LocalWorker)
         assert data_files(out) == data_files(tiny_run)
 
 
@@ -470,9 +474,9 @@ def test_a_driver_killed_at_any_moment_resumes_to_the_same_bytes(
     """SIGKILL a few times, at moments spread over the run; then let it finish."""
     settings = settings_of(tiny_run, out=str(tmp_path / "out"), max_new_tokens=200, rollout_rows=1)
     code = (
-        "import sys; from pipeline.run import execute, run_here;"
+        "import sys; from pipeline.execute import execute, LocalWorker;"
         "from pipeline.settings import Settings;"
-        "execute(Settings.model_validate_json(sys.argv[1]), run_here)"
+        "execute(Settings.model_validate_json(sys.argv[1]), LocalWorker)"
     )
 
     def finish(out: Path, kill_after: float | None) -> bool:
@@ -493,23 +497,32 @@ def test_a_driver_killed_at_any_moment_resumes_to_the_same_bytes(
     assert data_files(tmp_path / "out") == data_files(tmp_path / "clean")
 
 
-def test_a_full_disk_keeps_earlier_shards_and_resumes(tiny_run: Path, tmp_path: Path) -> None:
-    """F7, on a real file system of 600 kB (needs root for the mount)."""
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("400k", "no space left for the features still to be extracted: they take at least"),
+        ("700k", "no space left; what is committed is whole"),
+    ],
+)
+def test_a_full_disk_keeps_earlier_files_and_resumes(
+    size: str, message: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    """F7, on a real small file system (needs root for the mount): told before, and met midway."""
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here: run the tests as root")
     out = small / "out"
     try:
-        with pytest.raises(IncompleteError, match="no space left"):
-            execute(settings_of(tiny_run, out=str(out)), run_here)
+        with pytest.raises(IncompleteError, match=message):
+            execute(settings_of(tiny_run, out=str(out)), LocalWorker)
         commits = RunFolder(out).read_commits()
         assert len(commits) >= 2
         for commit in commits.values():
             assert (out / commit.file).stat().st_size == commit.bytes
         subprocess.run(["mount", "-o", "remount,size=32m", str(small)], check=True)
-        execute(settings_of(tiny_run, out=str(out)), run_here)
+        execute(settings_of(tiny_run, out=str(out)), LocalWorker)
         assert data_files(out) == data_files(tiny_run)
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -529,9 +542,168 @@ def test_the_same_prompt_under_other_ids_and_turns_is_answered_otherwise(
         "".join(json.dumps({"id": f"s{i}", "messages": chat}) + "\n" for i in "abcdefgh")
     )
     out = tmp_path / "out"
-    execute(settings_of(tiny_run, out=str(out), prompts=str(prompts), max_new_tokens=24), run_here)
+    execute(
+        settings_of(tiny_run, out=str(out), prompts=str(prompts), max_new_tokens=24), LocalWorker
+    )
     rows = shard_rows(out)
     assert len({tuple(row["input_ids"].tolist()) for row in rows}) == 8
     # A second turn draws from a seed of its own.
     seeds = {row_seed(7, f"turn {t}", f"s{i}") for t in (0, 1) for i in "abcdefgh"}
     assert len(seeds) == 16
+
+
+# ---- resume
+
+
+def test_what_is_there_is_neither_done_again_nor_touched(tiny_run: Path, tmp_path: Path) -> None:
+    """No target model is loaded at all, and no file of the run is written anew."""
+    out = shutil.copytree(tiny_run, tmp_path / "out")
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*/*.parquet")}
+
+    def nobody(run: Run) -> LocalWorker:
+        raise AssertionError("a worker was started")
+
+    manifest = execute(settings_of(out), nobody)
+    assert manifest["complete"] is True
+    assert before == {p: p.stat().st_mtime_ns for p in out.glob("*/*.parquet")}
+
+
+def test_verify_resume_finds_a_flipped_bit_and_makes_the_file_again(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(tiny_run, tmp_path / "out")
+    victim = sorted((out / "data").iterdir())[1]
+    content = bytearray(victim.read_bytes())
+    content[1000] ^= 1
+    victim.write_bytes(content)
+    execute(settings_of(out), LocalWorker)
+    assert victim.read_bytes() == content  # its size is right, and nobody asked
+    execute(settings_of(out, verify_resume=True), LocalWorker)
+    assert data_files(out) == data_files(tiny_run)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_plan_file_is_planned_again(damage: str, tiny_run: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(tiny_run, tmp_path / "out")
+    part = out / "plan" / "part-00001.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    if damage == "missing":
+        part.unlink()
+    shutil.rmtree(out / "commits")
+    execute(settings_of(out), LocalWorker)
+    assert part.read_bytes() == whole
+    assert data_files(out) == data_files(tiny_run)
+
+
+def test_shards_of_rollouts_that_came_out_otherwise_are_made_again(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    """On a GPU a lost rollout file may not come back the same; its shards must not stay."""
+    out = shutil.copytree(tiny_run, tmp_path / "out")
+    folder = RunFolder(out)
+    lost = folder.read_commits()["rollout-00001"]
+    folder.take_back(lost)
+
+    class Otherwise(LocalWorker):
+        """Its answers begin with another token."""
+
+        def __init__(self, run: Run) -> None:
+            super().__init__(run)
+            generate = self._worker.target.generate
+
+            def other(prompts: Any, sampling: Any) -> Any:
+                found = generate(prompts, sampling)
+                return [
+                    answer._replace(ids=np.concatenate([[65], answer.ids]).astype(np.int32))
+                    for answer in found
+                ]
+
+            self._worker.target.generate = other  # type: ignore[method-assign]
+
+    execute(settings_of(out), Otherwise)
+    rollouts = {
+        row["sample_id"]: row["input_ids"]
+        for path in sorted((out / "rollouts").iterdir())
+        for row in pq.read_table(path).to_pylist()
+    }
+    shards = {row["sample_id"]: row["input_ids"].tolist() for row in shard_rows(out)}
+    clean = {row["sample_id"]: row["input_ids"].tolist() for row in shard_rows(tiny_run)}
+    assert shards == rollouts
+    assert sum(shards[name] != clean[name] for name in clean) == 3  # the part's rows
+    assert len(list((out / "data").iterdir())) == len(folder.read_commits()) - 2
+
+
+def test_a_million_prompts_are_planned_in_bounded_memory(tmp_path: Path) -> None:
+    """Ids are remembered in a database file, not in memory; measured on 200,000."""
+    code = (
+        "import resource, sys; from pipeline.prompts import SeenIds; seen = SeenIds()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert all(seen.add(f'id-{i}') for i in range(200_000))\n"
+        "assert not any(seen.add(f'id-{i}') for i in range(0, 200_000, 1000))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 16_000  # KiB; a set of digests takes 25,000
+
+
+# ---- the forecast, and one stage alone
+
+
+def test_a_forecast_writes_nothing_and_comes_near_the_truth(tiny_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = settings_of(tiny_run, out=str(out))
+    told = dry_run(settings, LocalWorker, RunProgress(Console(quiet=True)))
+    assert not out.exists()
+    manifest = json.loads((tiny_run / "manifest.json").read_text())
+    assert (told["rows"], told["rejected"]) == (7, 2)
+    assert told["bytes_per_token"] == manifest["bytes_per_token"]
+    # All seven rows fit into the probe, so only sampling in other company makes a difference.
+    assert told["tokens"] == pytest.approx(manifest["tokens"], rel=0.1)
+    size = sum(len(content) for content in data_files(tiny_run).values())
+    assert told["bytes"] == pytest.approx(size, rel=0.2)
+    assert told["shards"] == len(manifest["shards"])
+    assert told["prompt_tokens"] + told["generated_tokens"] == told["tokens"]
+    assert told["memory_per_worker"] > 2**27 and told["workers"] == 1
+    assert told["seconds"]["rollouts"] > 0 and told["seconds"]["features"] > 0
+
+
+def test_a_forecast_over_the_free_space_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "rows": 1_000_000,
+        "rejected": 0,
+        "prompt_tokens": 10**8,
+        "generated_tokens": 9 * 10**8,
+        "tokens": 10**9,
+        "bytes_per_token": 11264,
+        "bytes_per_token_on_disk": 7660,
+        "bytes": 7_660_000_000_000,
+        "shards": 22000,
+        "seconds": {"rollouts": 7200.0, "features": 3600.0},
+        "workers": 8,
+        "memory_per_worker": 9_400_000_000,
+        "gpu_memory_per_worker": 12_000_000_000,
+        "free_bytes": 2_000_000_000_000,
+        "probe": {"rows": 8, "tokens": 8000, "generated": 7200, "rollout_seconds": 10.0,
+                  "feature_seconds": 1.0},
+    }  # fmt: skip
+    with pytest.raises(PipelineError, match=r"needs about 7\.7 TB, and 2\.0 TB are free"):
+        print_forecast(told, "OUT")
+    text = capsys.readouterr().out
+    assert "100,000,000 prompt tokens + about 900,000,000 generated = 1,000,000,000 tokens" in text
+    assert "about 3.0 h with 8 workers (2.0 h rollouts, 60 min features)" in text
+    assert "720 generated tokens/s, 8,000 tokens/s of features" in text
+    print_forecast({**told, "free_bytes": None}, "s3://x")
+    assert "free at s3://x: not known" in capsys.readouterr().out
+
+
+def test_the_stages_one_after_the_other(tiny_run: Path, tmp_path: Path) -> None:
+    settings = settings_of(tiny_run, out=str(tmp_path / "out"))
+    with pytest.raises(PipelineError, match="not all rollouts are there yet"):
+        execute(settings, LocalWorker, stages=("features",))
+    manifest = execute(settings, LocalWorker, stages=("rollouts",))
+    assert (manifest["complete"], len(manifest["rollouts"]), manifest["shards"]) == (False, 2, [])
+    assert execute(settings, LocalWorker, stages=("features",))["complete"] is True
+    assert data_files(tmp_path / "out") == data_files(tiny_run)

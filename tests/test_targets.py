@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.errors import PipelineError
+from pipeline.execute import LocalWorker, execute
 from pipeline.features import exact_top_k
 from pipeline.geometry import feature_layout
 from pipeline.models.base import PositionedRow
 from pipeline.models.hf_geometry import geometry_of, meta_model
 from pipeline.models.load import choose_backend, find_target, load_tokenizer
 from pipeline.models.tiny import write_tiny_gemma4
-from pipeline.run import execute, run_here
 from pipeline.settings import Settings
 from pipeline.validate import validate
 
@@ -54,7 +54,7 @@ def relative_error(got: Any, expected: Any) -> float:
 def run(out: Path, **changes: Any) -> list[dict[str, Any]]:
     """A validated run over demo prompts; returns the rows of its shards."""
     options = {"prompts": str(DEMO), "limit": 4, "max_new_tokens": 10, "seed": 7}
-    execute(Settings.check(**{**options, "out": str(out), **changes}), run_here)
+    execute(Settings.check(**{**options, "out": str(out), **changes}), LocalWorker)
     report = validate(out)
     assert report.ok, [finding.message for finding in report.findings]
     return shard_rows(out)
