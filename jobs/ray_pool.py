@@ -114,12 +114,20 @@ class RayPool:
         queue.check()
 
     def probe(self, rows: list[dict[str, Any]]) -> Any:
-        """`Worker.probe` on one fresh actor."""
+        """`Worker.probe` on one fresh actor. Raises PipelineError if it cannot."""
         actor = self._start()
-        ray.get(actor.load.remote(self._spec))
-        result = ray.get(actor.probe.remote(rows))
-        ray.kill(actor)
-        return result
+        try:
+            ray.get(actor.load.remote(self._spec))
+            return ray.get(actor.probe.remote(rows))
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, PipelineError):
+                raise cause from None
+            raise PipelineError(
+                f"the rows tried could not be done ({type(cause).__name__}: {_first_words(cause)})"
+            ) from error
+        finally:
+            ray.kill(actor)
 
     def _start(self) -> Any:
         options = {"max_restarts": 0, "max_task_retries": 0, **self._resources}

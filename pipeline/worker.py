@@ -96,6 +96,7 @@ class Worker:
             threads=spec.settings.threads,
             max_length=self.longest,
             eos_ids=spec.eos_ids,
+            gpus=spec.settings.gpus_per_worker if device.startswith("cuda") else 1,
         )
         if self.target.geometry != spec.geometry:
             raise PipelineError(

@@ -1,5 +1,7 @@
 """The transformers backend against plain one-sequence passes of the same model."""
 
+import tempfile
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k
 from pipeline.models.base import PositionedRow, Prompt, Sampling
 from pipeline.models.hf import TransformersTarget
+from pipeline.models.load import spread
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma4"]
 LENGTHS = [3, 25, 40, 1, 12]
@@ -364,3 +367,33 @@ def test_rows_that_finish_leave_the_others_unchanged(target: TransformersTarget)
         target.eos_ids = before
     assert len({len(answer) for answer in expected}) > 1
     assert [answer.ids.tolist() for answer in answers] == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma4"])
+def test_a_model_spread_by_accelerate_gives_the_same(architecture: str) -> None:
+    """Its hooks move weights and activations; here between disk and CPU, for want of two GPUs."""
+    pytest.importorskip("accelerate")
+    target = make_target(architecture)
+    rows = make_rows([5, 17], [0, 900])
+    expected = target.forward(rows, top_k=TOP_K, block_layers=(0, 1))
+    answers = target.generate([Prompt(rows[0].ids, 0)], Sampling(max_new_tokens=8))
+
+    model = tiny_model(architecture)
+    blocks = len(model.base_model.layers)
+    device_map = {name: "cpu" for name, _ in model.base_model.named_children()}
+    device_map = {f"model.{name}": where for name, where in device_map.items() if name != "layers"}
+    device_map |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(blocks)}
+    device_map["lm_head"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        spread_model = spread(model, device_map, offload_dir=folder)
+        spread_target = TransformersTarget(spread_model, eos_ids=frozenset({2, 5}))
+        got = spread_target.forward(rows, top_k=TOP_K, block_layers=(0, 1))
+        again = spread_target.generate([Prompt(rows[0].ids, 0)], Sampling(max_new_tokens=8))
+    assert again[0].ids.tolist() == answers[0].ids.tolist()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.final_hidden, other.final_hidden)
+        assert torch.equal(one.teacher.top_logprobs, other.teacher.top_logprobs)
+        assert torch.equal(one.block_hidden[1], other.block_hidden[1])
+        for kind, (key, value) in other.shared_kv.items():
+            assert torch.equal(one.shared_kv[kind][0], key)
+            assert torch.equal(one.shared_kv[kind][1], value)

@@ -89,7 +89,7 @@ class TransformersTarget:
         ids = torch.arange(1, 6, device=self.device)[None] % self.geometry.vocab_size
         expected = self.model(input_ids=ids, use_cache=False).logits[0]
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        if not torch.equal(self._logits(hidden), expected):
+        if not torch.equal(self._logits(hidden).to(expected.device), expected):
             raise PipelineError(
                 f"{self.geometry.architecture}: logits are not lm_head(final norm) with a "
                 "soft-cap; this architecture is not supported"
@@ -160,19 +160,15 @@ class TransformersTarget:
     ) -> list[TeacherRows]:
         """hidden [B, T, D] -> teacher rows of each row's own tokens, lm_head chunk by chunk."""
         real = mask.bool()
-        flat = hidden[real.to(self.device)]  # [N, D], row by row
+        flat = hidden[real.to(hidden.device)]  # [N, D], row by row
         # x_{t+1} of every token; the last token of a row has none: id 0 there, dropped below.
-        following = torch.roll(ids, -1, dims=1)[real].to(self.device)
+        following = torch.roll(ids, -1, dims=1)[real]
         chunk = max(1, LOGITS_BYTES // (4 * self.geometry.vocab_size))
-        parts = [
-            [
-                part.cpu()
-                for part in teacher_rows(
-                    self._logits(flat[i : i + chunk]), following[i : i + chunk], top_k
-                )
-            ]
-            for i in range(0, len(flat), chunk)
-        ]
+        parts = []
+        for i in range(0, len(flat), chunk):
+            logits = self._logits(flat[i : i + chunk])
+            next_ids = following[i : i + chunk].to(logits.device)
+            parts.append([part.cpu() for part in teacher_rows(logits, next_ids, top_k)])
         top_ids, top_logprobs, tail, next_logprobs = (
             torch.cat(column) for column in zip(*parts, strict=True)
         )

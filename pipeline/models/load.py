@@ -146,11 +146,13 @@ def load_target(
     threads: int,
     max_length: int,
     eos_ids: frozenset[int],
+    gpus: int = 1,
 ) -> TargetModel:
     """Load the model and its weights; every tensor must be there, fit, and be used.
 
-    max_length: tokens of the longest row, prompt plus answer. Raises PipelineError naming the
-    first tensor that is missing, unexpected or misshapen.
+    max_length: tokens of the longest row, prompt plus answer. gpus: with more than one, blocks
+    are spread over all GPUs this process sees (llama.cpp does so by itself). Raises PipelineError
+    naming the first tensor that is missing, unexpected or misshapen.
     """
     if backend == "llamacpp":
         return LlamaCppTarget(
@@ -162,11 +164,36 @@ def load_target(
             n_gpu_layers=0 if device == "cpu" else -1,
             eos_ids=eos_ids,
         )
+    first = device if gpus == 1 else "cpu"  # no one GPU holds it whole
     if files.kind == "gguf":
-        model = load_gguf_model(read_gguf(files.path), dtype=TORCH_DTYPES[dtype], device=device)
+        model = load_gguf_model(read_gguf(files.path), dtype=TORCH_DTYPES[dtype], device=first)
     else:
-        model = _load_directory(files, dtype=TORCH_DTYPES[dtype], device=device)
+        model = _load_directory(files, dtype=TORCH_DTYPES[dtype], device=first)
+    if gpus > 1:
+        model = spread(model)
     return TransformersTarget(model, eos_ids=eos_ids, max_length=max_length)
+
+
+def spread(
+    model: Any, device_map: dict[str, Any] | None = None, offload_dir: str | None = None
+) -> Any:
+    """Place a model's blocks on all GPUs this process sees, evenly; accelerate moves what flows.
+
+    device_map: module name -> device, to choose otherwise; offload_dir: for the device "disk".
+    Raises PipelineError without accelerate.
+    """
+    try:
+        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate.utils import get_balanced_memory
+    except ImportError as error:
+        raise PipelineError(
+            "--gpus-per-worker needs accelerate: pip install 'drafter-features[multigpu]'"
+        ) from error
+    if device_map is None:
+        whole = list(model._no_split_modules)
+        memory = get_balanced_memory(model, no_split_module_classes=whole)
+        device_map = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+    return dispatch_model(model, device_map, offload_dir=offload_dir, force_hooks=True)
 
 
 def _config(files: TargetFiles) -> Any:
