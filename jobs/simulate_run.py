@@ -17,6 +17,8 @@ from typing import Annotated
 ROOT = str(Path(__file__).resolve().parent.parent)  # of the packages `pipeline` and `jobs`
 sys.path.insert(0, ROOT)
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 import typer
 
@@ -48,7 +50,7 @@ class SimulatedActor:
             os._exit(1)
         assert isinstance(unit, ShardTask)
         staged = self.folder.stage(unit.name)
-        staged.write_bytes(unit.name.encode())
+        pq.write_table(pa.table({"name": [unit.name]}), staged)
         commit = make_commit(
             staged,
             folder="data",

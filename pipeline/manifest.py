@@ -29,7 +29,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pipeline.errors import PipelineError, StorageError
-from pipeline.shards import file_sha256
+from pipeline.shards import check_readable, file_sha256
 from pipeline.storage import LOCK_NAME, open_storage
 
 MANIFEST_VERSION = 1
@@ -214,7 +214,11 @@ def parse_commit(where: str, data: bytes) -> Commit:
 
 
 def make_commit(staged: Path, *, folder: str, stem: str, **fields: Any) -> Commit:
-    """The record of a staged file: its size, digest and the name they give it."""
+    """The record of a staged Parquet file: its size, digest and the name they give it.
+
+    The file is read back first: only what can be read is recorded. Raises StorageError.
+    """
+    check_readable(staged)
     sha256 = file_sha256(staged)
     return Commit(
         file=f"{folder}/{stem}-{sha256[:12]}.parquet",

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -293,11 +294,21 @@ def submit(address: str, job_arguments: list[str], working_dir: Path) -> Any:
 
 
 def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:
-    done = submit(head, arguments(settings_of(tiny_run, out=str(tmp_path / "out"))), ROOT)
+    """From a checkout in which somebody left a model of 150 MB (F10: the limit is 100 MiB)."""
+    checkout = tmp_path / "checkout"
+    for name in ("pipeline", "jobs", "schemas"):
+        shutil.copytree(ROOT / name, checkout / name)
+    shutil.copy(ROOT / ".rayignore", checkout)
+    (checkout / "model-Q4_K_M.gguf").write_bytes(os.urandom(150_000_000))
+    done = submit(head, arguments(settings_of(tiny_run, out=str(tmp_path / "out"))), checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert data_files(tmp_path / "out") == data_files(tiny_run)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"] is True
-    relative = submit(head, arguments(settings_of(tiny_run, out="lost")), ROOT)
+    uploads = Path("/tmp/ray").glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*")
+    newest = max((path for path in uploads if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    assert (newest / "pipeline/data/gemma4-nano/model.safetensors").is_file()
+    assert not list(newest.glob("*.gguf"))
+    relative = submit(head, arguments(settings_of(tiny_run, out="lost")), checkout)
     assert relative.returncode == 1  # Ray's own code for any failure
     assert "error: --out lost: must be absolute or a URL under `ray job submit`" in relative.stdout
 

@@ -6,6 +6,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import polars
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,9 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, StorageError
 from pipeline.schema import Layout, bind, load_schema
-from pipeline.shards import Row, ShardWriter, ids_sha256, list_array, read_rows, row_arrays
+from pipeline.shards import (
+    Row,
+    ShardWriter,
+    check_readable,
+    ids_sha256,
+    list_array,
+    list_offsets,
+    read_rows,
+    row_arrays,
+)
 
 HIDDEN, HEADS, HEAD, TOP, DEPTH = 5, 2, 3, 4, 3
 
@@ -184,3 +194,24 @@ def test_plain_readers_give_shaped_true_numbers(tmp_path: Path) -> None:
 def test_ids_digest_knows_where_ids_end() -> None:
     assert ids_sha256(["ab", "c"]) != ids_sha256(["a", "bc"])
     assert ids_sha256(["a", "b"]) != ids_sha256(["b", "a"])
+
+
+def test_a_file_that_cannot_be_read_back_is_never_recorded(tmp_path: Path) -> None:
+    """E1: one flipped byte of a page between writing and publishing."""
+    layout = small_layout()
+    path = write(tmp_path / "x.parquet", layout, [[make_row(layout, "a", 9)]] * 2)
+    check_readable(path)
+    chunk = pq.ParquetFile(path).metadata.row_group(1).column(len(layout.columns) - 1)
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"x\.parquet: written, but cannot be read"):
+        check_readable(path)
+
+
+def test_more_values_than_32_bit_offsets_hold_are_refused_not_wrapped() -> None:
+    """E2: lengths that sum up to 2.4e9."""
+    bounds = np.cumsum([0, 1_200_000_000, 1_200_000_000])
+    with pytest.raises(pa.ArrowInvalid, match="2400000000"):
+        list_offsets(bounds)
+    assert list_offsets(bounds[:2]).to_pylist() == [0, 1_200_000_000]
