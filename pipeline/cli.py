@@ -57,13 +57,24 @@ def validate(
     show_all: Annotated[
         bool, typer.Option("--all", help="List every finding, not the first 20 of a rule.")
     ] = False,
+    replay: Annotated[
+        int, typer.Option(min=0, help="Take so many random rows through --target again.")
+    ] = 0,
+    target: Annotated[
+        str | None, typer.Option(help="With --replay: the target model of the run.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --replay: draws the rows.")] = 0,
 ) -> None:
     """Check every byte and rule of a run; exit 0 if clean, 1 with findings, 2 if it cannot run."""
     from pipeline.console import print_report, progress_bar
+    from pipeline.validate import Replay
     from pipeline.validate import validate as check
 
+    if replay and target is None:
+        raise PipelineError("--replay needs --target, the target model of the run")
+    wanted = Replay(replay, target, seed) if replay and target else None
     with progress_bar("validating") as on_progress:
-        report = check(directory, on_progress=on_progress)
+        report = check(directory, on_progress=on_progress, replay=wanted)
     if as_json:
         _print_json(report.as_dict())
     else:

@@ -12,6 +12,7 @@ from rich.text import Text
 from pipeline.inspect_run import Inspection, Spread
 from pipeline.schema import Schema, column_table
 from pipeline.validate import Finding, Report, RuleResult
+from pipeline.validate.report import quoted
 
 FINDINGS_SHOWN = 20  # of a rule, unless --all
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
@@ -46,6 +47,9 @@ def print_report(console: Console, report: Report, *, show_all: bool) -> None:
     for rule in report.rules:
         if rule.status == "fail":
             _print_findings(console, rule, findings[rule.id], show_all=show_all)
+    for column, worst in report.replay.items():
+        of = f"{worst.error:.3g} of its tolerance" if worst.error else "equal to the bit"
+        console.print(Text(f"replayed {column}: {of}; worst row {quoted(worst.row)}"))
     console.print(Text(_summary(report), style="green" if report.ok else "bold red"))
 
 

@@ -6,7 +6,7 @@ places where it does not hold. It raises `NotChecked` where it lacks what it nee
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 Subject = TypeVar("Subject")
 
@@ -69,9 +69,19 @@ class RuleResult:
     not_checked: tuple[str, ...]
 
 
+class Worst(NamedTuple):
+    """The largest error of a replayed column, in units of its tolerance; above 1 is a finding."""
+
+    error: float
+    row: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The outcome of `validate`; sizes count the files that were read."""
+    """The outcome of `validate`; sizes count the files that were read.
+
+    replay: by column, how far the replayed row was off that was furthest off.
+    """
 
     path: str
     rules: tuple[RuleResult, ...]
@@ -81,6 +91,7 @@ class Report:
     tokens: int
     bytes: int
     seconds: float
+    replay: dict[str, Worst] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.validate.folder import open_run
 from pipeline.validate.reading import read_group
-from pipeline.validate.report import Recorder, Report, Rule
+from pipeline.validate.report import Recorder, Report, Rule, Worst
 from pipeline.validate.rules_files import FILE_SET_RULES
 from pipeline.validate.rules_format import FILE_RULES, READ_RULES, ReadFile
 from pipeline.validate.rules_records import RECORD_RULES
@@ -32,7 +32,17 @@ RULES: tuple[Rule[Any], ...] = (
 Progress = Callable[[int, int], None]
 
 
-def validate(out: Path, *, on_progress: Progress | None = None) -> Report:
+class Replay(NamedTuple):
+    """Rows to take through the target model again: how many, through what, drawn by which seed."""
+
+    rows: int
+    target: str
+    seed: int = 0
+
+
+def validate(
+    out: Path, *, on_progress: Progress | None = None, replay: Replay | None = None
+) -> Report:
     """Check a run's folder OUT, OUT/data, or a directory with just shards.
 
     Lists every finding; what cannot be checked is reported as skipped with the reason. Raises
@@ -40,7 +50,12 @@ def validate(out: Path, *, on_progress: Progress | None = None) -> Report:
     """
     started = time.monotonic()
     run = open_run(out)
-    recorder = Recorder(RULES)
+    replay_rules: tuple[Rule[Any], ...] = ()
+    if replay is not None:
+        from pipeline.validate.replay import REPLAY_RULES, replay_rows  # torch
+
+        replay_rules = REPLAY_RULES
+    recorder = Recorder((*RULES, *replay_rules))
     recorder.run((*RECORD_RULES, *FILE_SET_RULES), run)
     files = files_of(run)
     if not files:
@@ -55,6 +70,12 @@ def validate(out: Path, *, on_progress: Progress | None = None) -> Report:
 
         summaries.append(_check_file(file, recorder, progress))
     recorder.run(RUN_RULES, ReadRun(run=run, summaries=tuple(summaries)))
+    worst: dict[str, Worst] = {}
+    if replay is not None:
+        for row in replay_rows(out, replay.target, replay.rows, replay.seed):
+            recorder.run(replay_rules, row)
+            for column, found in row.worst.items():
+                worst[column] = max(found, worst.get(column, found))
     shards = [s for s in summaries if s.file.kind == "shard"]
     return Report(
         path=str(out),
@@ -65,6 +86,7 @@ def validate(out: Path, *, on_progress: Progress | None = None) -> Report:
         tokens=sum(s.tokens for s in shards),
         bytes=sum(sizes),
         seconds=round(time.monotonic() - started, 3),
+        replay=worst,
     )
 
 

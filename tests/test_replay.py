@@ -1,0 +1,106 @@
+"""Replay: stored rows again through the target model; a changed value, token or model is found."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_files import settings_of
+from tampering import Tampered, retarget
+
+from pipeline.errors import PipelineError
+from pipeline.execute import LocalWorker, execute
+from pipeline.settings import Settings
+from pipeline.validate import Replay, validate
+
+ALL = 100  # rows: more than there are
+
+
+@pytest.fixture(scope="module")
+def nano_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy answers of gemma4-nano on transformers, bfloat16."""
+    base = tmp_path_factory.mktemp("nano")
+    held_out = Path(__file__).parent.parent / "pipeline/data/gemma4-nano/held-out.jsonl"
+    prompts = base / "prompts.jsonl"
+    prompts.write_text("".join(held_out.read_text().splitlines(keepends=True)[:12]))
+    settings = Settings.check(
+        target="gemma4-nano",
+        prompts=str(prompts),
+        out=str(base / "out"),
+        max_new_tokens=32,
+        max_length=512,
+    )
+    execute(settings, LocalWorker)
+    return base / "out"
+
+
+def replay(run: Path, target: str, rows: int = ALL) -> Any:
+    return validate(run, replay=Replay(rows, target))
+
+
+def test_untouched_rows_come_out_equal_to_the_bit(nano_run: Path) -> None:
+    """On the machine that made them; greedy tokens are the arg-max but for rounding."""
+    report = replay(nano_run, "gemma4-nano")
+    assert report.ok, [f.message for f in report.findings]
+    columns = {name: worst.error for name, worst in report.replay.items()}
+    assert columns.pop("greedy input_ids") < 1
+    assert set(columns) >= {"final_hidden", "sliding_key", "full_value", "teacher_top_logprobs"}
+    assert set(columns.values()) == {0.0}
+    by_id = {rule.id: rule for rule in report.rules}
+    assert by_id["replay.columns"].checked == by_id["replay.greedy"].checked == 12
+
+
+def test_sampled_rows_are_replayed_but_not_called_greedy(tiny_run: Path) -> None:
+    report = replay(tiny_run, settings_of(tiny_run).target)
+    assert report.ok
+    by_id = {rule.id: rule for rule in report.rules}
+    assert (by_id["replay.columns"].checked, by_id["replay.greedy"].status) == (7, "skipped")
+
+
+@pytest.mark.parametrize("column", ["sliding_key", "full_key", "full_value", "final_hidden"])
+def test_one_changed_value_is_found_where_bytes_alone_say_nothing(
+    column: str, nano_run: Path, tmp_path: Path
+) -> None:
+    run = Tampered(nano_run, tmp_path / "out")
+    name = run.rows("train-00000")[3]["sample_id"]
+
+    def change(row: Any) -> None:
+        values = row[column]
+        at = (5, *(size // 2 for size in values.shape[1:]))
+        values[at] = 4.0 if values[at] != 4 else 2.0  # a bfloat16, and float16
+
+    run.edit_row(change, row=name)
+    assert not [f for f in validate(run.out).findings if "replay" not in f.rule]
+    report = replay(run.out, "gemma4-nano")
+    found = [f for f in report.findings if f.rule == "replay.columns"]
+    assert [(f.row, f.column, f.index[0], f.places) for f in found if f.index] == [
+        (name, column, 5, 1)
+    ]
+
+
+def test_a_token_the_model_would_not_have_picked_is_found(nano_run: Path, tmp_path: Path) -> None:
+    run = Tampered(nano_run, tmp_path / "out")
+    row = next(r for r in run.rows("train-00000") if r["loss_mask"].sum() > 4)
+    at = int(np.flatnonzero(row["loss_mask"])[2])
+
+    def change(row: Any) -> None:
+        row["input_ids"][at] = 1999
+        retarget(row)
+
+    run.edit_row(change, row=row["sample_id"], rollout=True)
+    report = replay(run.out, "gemma4-nano")
+    greedy = [f for f in report.findings if f.rule == "replay.greedy"]
+    assert [(f.row, f.index) for f in greedy] == [(row["sample_id"], (at,))]
+
+
+def test_another_target_model_is_refused(nano_run: Path, tiny_llama_dir: Path) -> None:
+    with pytest.raises(PipelineError, match="its sha256 is not"):
+        replay(nano_run, str(tiny_llama_dir))
+
+
+def test_the_same_seed_draws_the_same_rows(nano_run: Path) -> None:
+    drawn = [
+        {w.row for w in validate(nano_run, replay=Replay(3, "gemma4-nano", seed)).replay.values()}
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1]
