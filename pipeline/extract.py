@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RowReject
-from pipeline.features import feature_columns, position_offset
+from pipeline.features import feature_columns
 from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
 from pipeline.memory import halving
 from pipeline.models.base import PositionedRow, TargetModel
 from pipeline.schema import Layout
+from pipeline.seeds import position_offset
 from pipeline.settings import Settings
 from pipeline.shards import ROW_GROUP_BYTES, Row, ShardWriter, ids_sha256, row_arrays
 from pipeline.tasks import ShardTask

@@ -4,14 +4,13 @@ Alignment is DESIGN §3: 0-based token t, T tokens, absolute position `position_
 teacher row t is the distribution of x_{t+1}; target [t, k-1] is x_{t+k}.
 """
 
-import hashlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.models.base import Geometry, Int32Array, RowOutput
+from pipeline.models.base import Int32Array, RowOutput
 from pipeline.schema import Layout
 
 NO_TARGET = -100  # the field's ignore index, where the row has no token t+k
@@ -82,25 +81,6 @@ def k_step_targets(
         target_ids[:reach, k - 1] = input_ids[k:]
         target_mask[:reach, k - 1] = unbroken
     return target_ids, target_mask
-
-
-def row_seed(seed: int, purpose: str, sample_id: str) -> int:
-    """64 bits that depend on the run's seed, what they are for, and the row: on nothing else."""
-    text = f"{seed}\0{purpose}\0{sample_id}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
-
-
-def position_offset(
-    geometry: Geometry, *, seed: int, sample_id: str, num_tokens: int, shift_max: int
-) -> int:
-    """The row's random RoPE shift, uniform in [0, shift_max], never past the trained context.
-
-    Where RoPE depends on the length no shift is possible (DESIGN §3): 0.
-    """
-    if not geometry.can_shift:
-        return 0
-    highest = min(shift_max, geometry.context_length - num_tokens)
-    return row_seed(seed, "position", sample_id) % (highest + 1)
 
 
 def feature_columns(

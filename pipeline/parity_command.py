@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.features import row_seed
 from pipeline.models.base import PositionedRow
 from pipeline.models.load import (
     choose_backend,
@@ -14,6 +13,7 @@ from pipeline.models.load import (
 )
 from pipeline.parity import ParityReport, compare
 from pipeline.prompts import PromptRow, read_prompts
+from pipeline.seeds import row_seed
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 SHIFT_MAX = 1000

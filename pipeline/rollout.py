@@ -8,12 +8,12 @@ import numpy as np
 
 from pipeline.conversation import Conversation
 from pipeline.errors import RowReject
-from pipeline.features import row_seed
 from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
 from pipeline.memory import halving
 from pipeline.models.base import Generation, Prompt, Sampling, TargetModel
 from pipeline.schema import Layout
+from pipeline.seeds import row_seed
 from pipeline.settings import Settings
 from pipeline.shards import Row, ShardWriter, ids_sha256
 from pipeline.tasks import RolloutTask, RowFault

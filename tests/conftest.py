@@ -58,3 +58,24 @@ def tiny_run(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     execute(settings, LocalWorker)
     return base / "out"
+
+
+@pytest.fixture(scope="session")
+def nano_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve greedy answers of gemma4-nano on transformers, bfloat16. Read-only, as tiny_run."""
+    from pipeline.execute import LocalWorker, execute
+    from pipeline.settings import Settings
+
+    base = tmp_path_factory.mktemp("nano")
+    held_out = Path(__file__).parent.parent / "pipeline/data/gemma4-nano/held-out.jsonl"
+    prompts = base / "prompts.jsonl"
+    prompts.write_text("".join(held_out.read_text().splitlines(keepends=True)[:12]))
+    settings = Settings.check(
+        target="gemma4-nano",
+        prompts=str(prompts),
+        out=str(base / "out"),
+        max_new_tokens=32,
+        max_length=512,
+    )
+    execute(settings, LocalWorker)
+    return base / "out"

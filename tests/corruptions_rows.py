@@ -260,3 +260,28 @@ def _(run: Tampered) -> None:
         row["target_mask"][int(np.argmax(row["loss_mask"])) - 1] = 0
 
     run.edit_row(drop_first)
+
+
+# States and positions.
+
+
+@corrupts("positions.drawn")
+def _(run: Tampered) -> None:
+    run.edit_row(lambda row: row.update(position_offset=row["position_offset"] ^ 1))
+
+
+@corrupts("masks.length")
+def _(run: Tampered) -> None:
+    def shorten(row: Row) -> None:
+        row["loss_mask"][np.flatnonzero(row["loss_mask"])[0]] = 0
+        retarget(row)
+
+    run.edit_row(shorten, row=of_finish(run, "length"), rollout=True)
+
+
+@corrupts("numbers.constant")
+def _(run: Tampered) -> None:
+    def freeze(row: Row) -> None:
+        row["final_hidden"][:] = row["final_hidden"][0]
+
+    run.edit_row(freeze)

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.features import exact_top_k, k_step_targets, position_offset, row_seed, teacher_rows
+from pipeline.features import exact_top_k, k_step_targets, teacher_rows
 from pipeline.geometry import Geometry, SharedKV
 from pipeline.schema import SCHEMA_ROOT
+from pipeline.seeds import position_offset, row_seed
 
 VECTOR = tomllib.loads((SCHEMA_ROOT / "alignment.toml").read_text())
 

@@ -23,13 +23,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.execute import LocalWorker, dry_run, execute
 from pipeline.extract import micro_batches
-from pipeline.features import row_seed
 from pipeline.forecast import print_forecast
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
 from pipeline.models.load import find_target, load_eos_ids
 from pipeline.progress import RunProgress
 from pipeline.run import Run
+from pipeline.seeds import row_seed
 from pipeline.worker import Worker
 
 ROOT = Path(__file__).parent.parent

@@ -21,10 +21,11 @@ def run(tiny_run: Path, tmp_path: Path) -> Tampered:
     return Tampered(tiny_run, tmp_path / "out")
 
 
-def test_a_clean_run_has_no_finding_and_nothing_but_the_softcap_is_skipped(tiny_run: Path) -> None:
+def test_a_clean_run_has_no_finding_and_only_gemma4s_rules_are_skipped(tiny_run: Path) -> None:
     report = validate(tiny_run)
     assert report.findings == () and report.ok
-    assert [r.id for r in report.rules if r.status == "skipped"] == ["teacher.softcap"]
+    skipped = [r.id for r in report.rules if r.status == "skipped"]
+    assert skipped == ["kv.value_norm", "teacher.softcap"]
     manifest = json.loads((tiny_run / "manifest.json").read_text())
     assert (report.rows, report.tokens) == (manifest["rows_out"], manifest["tokens"])
     assert report.files == len(manifest["shards"]) + len(manifest["rollouts"]) == 4
@@ -37,7 +38,7 @@ def finish_reasons(path: Path) -> list[str]:
 
 
 def test_every_rule_has_a_corruption() -> None:
-    tested = {*CORRUPTIONS, "encoding.row_group"}
+    tested = {*CORRUPTIONS, "encoding.row_group", "kv.value_norm"}
     assert sorted(tested) == sorted(rule.id for rule in RULES)
     assert len({rule.id for rule in RULES}) == len(RULES)
 
@@ -125,6 +126,7 @@ def test_a_dropped_row_and_a_foreign_row_are_named(run: Tampered) -> None:
     assert found == [
         ("rows.order", "row-1", "in no shard and not rejected"),
         ("rows.order", "foreign", "in no rollout, or rejected"),
+        ("positions.drawn", "foreign", str(rows[1]["position_offset"])),
     ]
 
 
@@ -193,6 +195,7 @@ def test_without_commits_the_manifest_serves_as_the_record(run: Tampered) -> Non
     assert skipped.keys() == {
         "manifest.commits",
         "commits.readable",
+        "kv.value_norm",
         "teacher.softcap",
     }
     assert skipped["manifest.commits"] == ("the directory has no commits/",)
@@ -237,3 +240,19 @@ def test_validation_needs_no_torch(tiny_run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_gemma4s_values_have_rms_1_and_swapped_keys_are_found(
+    nano_run: Path, tmp_path: Path
+) -> None:
+    clean = validate(nano_run)
+    assert clean.ok and all(rule.status == "pass" for rule in clean.rules)
+    run = Tampered(nano_run, tmp_path / "out")
+    name = run.rows("train-00000")[0]["sample_id"]
+
+    def swap(row: Row) -> None:
+        row["sliding_key"], row["sliding_value"] = row["sliding_value"], row["sliding_key"]
+
+    run.edit_row(swap, row=name)
+    found = validate(run.out).findings
+    assert [(f.rule, f.row, f.column) for f in found] == [("kv.value_norm", name, "sliding_value")]

@@ -14,11 +14,12 @@ from pipeline.validate.rules_format import FILE_RULES, READ_RULES, ReadFile
 from pipeline.validate.rules_records import RECORD_RULES
 from pipeline.validate.rules_rows import ROW_RULES
 from pipeline.validate.rules_run import RUN_RULES, ReadRun
+from pipeline.validate.rules_states import STATE_RULES
 from pipeline.validate.rules_teacher import TEACHER_RULES
 from pipeline.validate.shard import ShardFile, files_of
 from pipeline.validate.summary import FileSummary, Summarizer
 
-GROUP_RULES = (*ROW_RULES, *TEACHER_RULES)
+GROUP_RULES = (*ROW_RULES, *STATE_RULES, *TEACHER_RULES)
 # In the order of the report; the id is the rule's name for good.
 RULES: tuple[Rule[Any], ...] = (
     *RECORD_RULES,
