@@ -26,6 +26,9 @@ app = typer.Typer(
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="OUT of a run, OUT/data, or a directory with shards.")
 ]
+DirectoryOrUrl = Annotated[
+    str, typer.Argument(metavar="DIR", help="OUT of a run (also s3://…), or shards.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -52,10 +55,16 @@ def extract(settings: Settings) -> None:
 
 @app.command(epilog="Example: pipeline validate /data/run --json > report.json")
 def validate(
-    directory: Directory,
+    directory: DirectoryOrUrl,
     as_json: Json = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="List every finding, not the first 20 of a rule.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Records, footers and hashes only; no row is read.")
+    ] = False,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="A copy that lacks some files is fine.")
     ] = False,
     replay: Annotated[
         int, typer.Option(min=0, help="Take so many random rows through --target again.")
@@ -74,7 +83,13 @@ def validate(
         raise PipelineError("--replay needs --target, the target model of the run")
     wanted = Replay(replay, target, seed) if replay and target else None
     with progress_bar("validating") as on_progress:
-        report = check(directory, on_progress=on_progress, replay=wanted)
+        report = check(
+            directory,
+            on_progress=on_progress,
+            replay=wanted,
+            quick=quick,
+            allow_missing=allow_missing,
+        )
     if as_json:
         _print_json(report.as_dict())
     else:

@@ -21,6 +21,7 @@ from pipeline.errors import PipelineError, StorageError
 from pipeline.execute import LocalWorker, execute
 from pipeline.manifest import RunFolder
 from pipeline.storage import Storage, open_storage
+from pipeline.validate import validate
 
 s3fs = pytest.importorskip("s3fs", reason="S3 tests: pip install 'drafter-features[s3]'")
 pytest.importorskip("moto", reason="S3 tests: pip install 'drafter-features[test]'")
@@ -210,3 +211,19 @@ def _remote_files(url: str) -> dict[str, bytes]:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def test_validate_reads_a_run_on_s3(tiny_run: Path, bucket: str) -> None:
+    """The same report as of the local copy, and the same findings."""
+    storage = open_storage(bucket)
+    for path in tiny_run.rglob("*"):
+        if path.is_file() and ".staging" not in path.parts:
+            storage.replace(path.relative_to(tiny_run).as_posix(), path.read_bytes())
+    local, remote = validate(tiny_run).as_dict(), validate(bucket).as_dict()
+    assert {**local, "path": "", "seconds": 0} == {**remote, "path": "", "seconds": 0}
+    first = next(iter(storage.list("data")))
+    content = bytearray(storage.read(f"data/{first}"))
+    content[500] ^= 1
+    storage.replace(f"data/{first}", bytes(content))
+    found = {(f.rule, f.file) for f in validate(bucket, quick=True).findings}
+    assert found == {("files.sha256", f"data/{first}")}

@@ -256,3 +256,45 @@ def test_gemma4s_values_have_rms_1_and_swapped_keys_are_found(
     run.edit_row(swap, row=name)
     found = validate(run.out).findings
     assert [(f.rule, f.row, f.column) for f in found] == [("kv.value_norm", name, "sliding_value")]
+
+
+def test_any_number_of_processes_gives_the_same_report(tiny_run: Path, tmp_path: Path) -> None:
+    """Findings in the same order, of files that are read by different processes."""
+    run = Tampered(tiny_run, tmp_path / "out")
+    run.edit_row(lambda row: row["teacher_tail_mass"].__isub__(0.1))
+    run.edit_row(lambda row: row["final_hidden"].__setitem__(0, np.nan), row="turns")
+    one, three = (validate(run.out, processes=n).as_dict() for n in (1, 3))
+    assert len(one["findings"]) >= 2
+    assert {**one, "seconds": 0} == {**three, "seconds": 0}
+
+
+def test_quick_reads_no_row_and_still_finds_a_flipped_bit(tiny_run: Path, tmp_path: Path) -> None:
+    clean = validate(tiny_run, quick=True)
+    assert clean.ok and clean.rows == 0
+    by_id = {rule.id: rule for rule in clean.rules}
+    assert by_id["files.sha256"].checked == 4 and by_id["footer.fingerprint"].checked == 4
+    assert by_id["teacher.mass"].not_checked == ("--quick reads no rows",)
+    run = Tampered(tiny_run, tmp_path / "out")
+    content = bytearray(run.path("train-00001").read_bytes())
+    content[500] ^= 1
+    run.path("train-00001").write_bytes(content)
+    found = validate(run.out, quick=True).findings
+    assert [(f.rule, f.file) for f in found] == [
+        ("files.sha256", run.path("train-00001").relative_to(run.out).as_posix())
+    ]
+
+
+@pytest.mark.parametrize("missing", ["train-00000", "train-00001", "rollout-00000"])
+def test_a_partly_downloaded_copy(missing: str, tiny_run: Path, tmp_path: Path) -> None:
+    """What is there is checked in full; what is not is one finding, or none if allowed."""
+    run = Tampered(tiny_run, tmp_path / "out")
+    run.path(missing).unlink()
+    assert "files.missing" in run.fired()
+    report = validate(run.out, allow_missing=True)
+    assert report.ok, [f.message for f in report.findings]
+    by_id = {rule.id: rule for rule in report.rules}
+    assert by_id["files.missing"].not_checked == ("1 files are not here (--allow-missing)",)
+    left = next(n for n in ("train-00000", "train-00001") if n != missing)
+    run.write(left, [{**row, "on_policy": 0} for row in run.rows(left)])
+    found = {f.rule for f in validate(run.out, allow_missing=True).findings}
+    assert "rows.on_policy" in found

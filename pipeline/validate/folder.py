@@ -97,11 +97,12 @@ class RunView:
         return path.relative_to(self.root).as_posix()
 
 
-def open_run(path: Path) -> RunView:
+def open_run(out: str | Path) -> RunView:
     """Read what OUT, OUT/data or a directory with just shards says of itself.
 
-    Raises PipelineError if it is neither.
+    out: a directory, or a URL that fsspec knows. Raises PipelineError if it is neither.
     """
+    path = _path_of(out)
     if not path.is_dir():
         raise PipelineError(f"{path}: no such directory; name OUT of a run, or one with shards")
     root = path.resolve()
@@ -120,6 +121,19 @@ def open_run(path: Path) -> RunView:
             "name OUT of a run, or a directory with shards"
         )
     return RunView(root=root, has_records=False, loose=loose)
+
+
+def _path_of(out: str | Path) -> Path:
+    """A local path; of a URL, one that behaves as such. Raises PipelineError."""
+    if "://" not in str(out):
+        return Path(out)
+    from upath import UPath
+
+    try:
+        remote: Path = UPath(str(out), use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise PipelineError(f"{out}: {error}") from error
+    return remote
 
 
 def parquet_files(folder: Path) -> list[Path]:

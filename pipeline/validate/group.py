@@ -154,18 +154,25 @@ def scan_floats(values: npt.NDArray[np.float32], dtype: str) -> Scan:
     vectors = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
     flags = np.zeros((3, len(vectors)), dtype=np.bool_)
     step = max(1, SCAN_BYTES // (4 * vectors.shape[1]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        _scan_blocks(vectors, flags, step, dtype)
+    shape = values.shape[:-1] if values.ndim > 1 else values.shape
+    return Scan(*(flag.reshape(shape) for flag in flags))
+
+
+def _scan_blocks(vectors: npt.NDArray[np.float32], flags: BoolArray, step: int, dtype: str) -> None:
+    """Set flags [3, N], those of a Scan, for vectors [N, C]."""
     for start in range(0, len(vectors), step):
         block = vectors[start : start + step]
         bits = block.view(np.uint32)
         seen = np.bitwise_or.reduce(bits, axis=1)
-        flags[0, start : start + step] = ~np.isfinite(block).all(axis=1)
+        # A sum of finite values may overflow, but one with NaN or infinity is never finite.
+        suspects = np.flatnonzero(~np.isfinite(block.sum(axis=1)))
+        flags[0, start + suspects] = ~np.isfinite(block[suspects]).all(axis=1)
         flags[1, start : start + step] = (seen & 0x7FFFFFFF) == 0
         if dtype == "bfloat16":
             # A bfloat16 is the upper half of a float32.
             flags[2, start : start + step] = (seen & 0xFFFF) != 0
         elif dtype == "float16":
-            with np.errstate(over="ignore"):
-                rounded = block.astype(np.float16).astype(np.float32)
+            rounded = block.astype(np.float16).astype(np.float32)
             flags[2, start : start + step] = ((rounded != block) & np.isfinite(block)).any(axis=1)
-    shape = values.shape[:-1] if values.ndim > 1 else values.shape
-    return Scan(*(flag.reshape(shape) for flag in flags))

@@ -119,7 +119,7 @@ REPLAY_RULES: tuple[Rule[ReplayedRow], ...] = (
 )
 
 
-def replay_rows(out: Path, target: str, count: int, seed: int) -> Iterator[ReplayedRow]:
+def replay_rows(out: str | Path, target: str, count: int, seed: int) -> Iterator[ReplayedRow]:
     """Yield `count` random rows of a run with what the target model gives for them.
 
     Raises PipelineError if `out` is no run or `target` is not the target model it was made from.

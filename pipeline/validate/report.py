@@ -103,7 +103,9 @@ class Report:
 
 
 @dataclass
-class _Tally:
+class Tally:
+    """What one rule found, on how much, and why not on more."""
+
     findings: list[Finding] = field(default_factory=list)
     count: int = 0
     checked: int = 0
@@ -115,7 +117,7 @@ class Recorder:
 
     def __init__(self, rules: Sequence[Rule[Any]]) -> None:
         self._rules = rules
-        self._tallies = {rule.id: _Tally() for rule in rules}
+        self._tallies = {rule.id: Tally() for rule in rules}
 
     def run(self, rules: Iterable[Rule[Subject]], subject: Subject) -> None:
         for rule in rules:
@@ -131,7 +133,22 @@ class Recorder:
         for rule in rules:
             self._tallies[rule.id].not_checked.setdefault(reason)
 
-    def _add(self, tally: _Tally, rule: str, problem: Problem) -> None:
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """What was found so far; can be sent to another process and merged there."""
+        return self._tallies
+
+    def merge(self, tallies: dict[str, Tally]) -> None:
+        """Take up what another recorder of the same rules found, after all that is here."""
+        for rule, other in tallies.items():
+            tally = self._tallies[rule]
+            room = max(0, FINDINGS_KEPT - len(tally.findings))
+            tally.findings += other.findings[:room]
+            tally.count += other.count
+            tally.checked += other.checked
+            tally.not_checked |= other.not_checked
+
+    def _add(self, tally: Tally, rule: str, problem: Problem) -> None:
         tally.count += 1
         if len(tally.findings) < FINDINGS_KEPT:
             tally.findings.append(

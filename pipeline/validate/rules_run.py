@@ -145,7 +145,8 @@ def planned_rows(read: ReadRun) -> Iterator[Problem]:
         record = summary.file.need_record()
         part = f"plan/part-{record.name.rpartition('-')[2]}.parquet"
         try:
-            table = pq.read_table(read.run.root / part, columns=["sample_id"])
+            with (read.run.root / part).open("rb") as file:
+                table = pq.read_table(file, columns=["sample_id"])
             planned = [str(i) for i in table["sample_id"].to_pylist()]
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             yield Problem(file=part, found=f"unreadable ({error})", expected="the planned prompts")

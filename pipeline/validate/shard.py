@@ -68,7 +68,9 @@ class ShardFile:
     def open(self) -> None:
         """Read the footer of the file, and from it the layout that the file must have."""
         try:
-            parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
+            # Arrow maps local files itself; others it reads through their own file object.
+            source = self.path if type(self.path) is type(Path()) else self.path.open("rb")
+            parquet = pq.ParquetFile(source, page_checksum_verification=True)
             raw = (parquet.schema_arrow.metadata or {}).get(FOOTER_KEY)
             self.parquet = parquet
         except Exception as error:

@@ -27,7 +27,7 @@ class FileSummary:
     """
 
     file: ShardFile
-    sha256: Callable[[], str]
+    sha256: str = ""
     whole: bool = True
     rows: int = 0
     tokens: int = 0
@@ -41,7 +41,8 @@ class Summarizer:
     """Builds a FileSummary row group by row group."""
 
     def __init__(self, file: ShardFile, sha256: Callable[[], str]) -> None:
-        self._summary = FileSummary(file=file, sha256=sha256, whole=file.layout is not None)
+        self._summary = FileSummary(file=file, whole=file.layout is not None)
+        self._sha256 = sha256
         self._ids: list[str] = []
         self._content: list[int] = []
 
@@ -59,6 +60,7 @@ class Summarizer:
 
     def finish(self) -> FileSummary:
         summary = self._summary
+        summary.sha256 = self._sha256()
         if summary.whole:
             summary.ids_sha256 = ids_sha256(self._ids)
             summary.ids = np.array([id_digest(i) for i in self._ids], dtype=np.uint64)
