@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test storm lint llamacpp install clean
+.PHONY: demo test storm mutants lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
@@ -36,6 +36,10 @@ test: install
 # Kills runs at random moments and compares what they end with; ROUNDS=100 takes about 12 minutes.
 storm: install
 	$(BIN)/python tests/kill_storm.py --rounds $(or $(ROUNDS),100)
+
+# Breaks valid runs in hundreds of ways; the validator must find each one.
+mutants: install
+	$(BIN)/python tests/mutants.py --count $(or $(COUNT),400) --seed 1
 
 lint: install
 	$(BIN)/ruff check .

@@ -298,3 +298,12 @@ def test_a_partly_downloaded_copy(missing: str, tiny_run: Path, tmp_path: Path) 
     run.write(left, [{**row, "on_policy": 0} for row in run.rows(left)])
     found = {f.rule for f in validate(run.out, allow_missing=True).findings}
     assert "rows.on_policy" in found
+
+
+def test_the_page_of_rules_is_the_code() -> None:
+    """Written by `python -m pipeline.validate.document > docs/validation.md`."""
+    from pipeline.validate.document import WHY, document
+
+    page = Path(__file__).parent.parent / "docs" / "validation.md"
+    assert page.read_text() == document()
+    assert all(f"## {group}\n" in document() for group in WHY)
