@@ -51,8 +51,8 @@ Exit code 0: clean, 1: findings, 2: cannot run. `--json` for programs, `--all` f
   them they come out equal to the bit. Elsewhere a value may be off by 2^-5 (bfloat16), 2^-7
   (float16) or 2^-9 (float32) of max(|value|, RMS of the column in that row); a log-probability by
   0.25, 0.05 or 0.01 nats, by the dtype the target model runs in (0.05 for llama.cpp). A greedy
-  token may lie 0.5, 0.1 or 0.02 nats below the likeliest (1.0 for llama.cpp, which rounds activations to
-  8 bits: 0.35 was seen), since it was decoded alone and is checked in one pass.
+  token may lie 0.5, 0.1 or 0.02 nats below the likeliest (1.0 for llama.cpp, which rounds
+  activations to 8 bits: 0.35 was seen), since it was decoded alone and is checked in one pass.
 
 `python tests/mutants.py --count 400 --seed 1` (`make mutants`) breaks two valid runs in 400 ways of
 38 kinds, with hashes and records mended wherever possible: 400/400 found. States exchanged for
