@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test storm mutants lint llamacpp install clean
+.PHONY: demo test storm mutants fuzz lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
@@ -40,6 +40,10 @@ storm: install
 # Breaks valid runs in hundreds of ways; the validator must find each one.
 mutants: install
 	$(BIN)/python tests/mutants.py --count $(or $(COUNT),400) --seed 1
+
+# Thousands of broken inputs to every reader of strangers' files.
+fuzz: install
+	$(BIN)/python tests/fuzz.py --cases $(or $(CASES),2000)
 
 lint: install
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pipeline.chat_layout import Layout, interleave, lay_out, with_marks
 from pipeline.errors import PipelineError, RowReject
 from pipeline.prompts import Message
+from pipeline.template_process import RENDERER, TemplateLimit
 
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -28,7 +29,8 @@ class GivenRow(NamedTuple):
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template, in jinja2's immutable sandbox.
+    """Renders conversations with a tokenizer's chat template, in jinja2's immutable sandbox, in a
+    process with limits (template_process.py).
 
     Attributes:
         template: the template's source, for the run's fingerprint.
@@ -85,6 +87,8 @@ class ChatRenderer:
             self._render([Message("user", "Hello")], generate=True)
         except RowReject as reject:
             # A template may well refuse this one conversation, but not for these reasons.
+            if reject.reason == "template_limit":
+                raise PipelineError(f"{reject.detail}; do not use this file") from None
             if "strftime_now" in self.template and "not callable" in reject.detail:
                 raise PipelineError(
                     "The chat template prints today's date, so a run could not be repeated; "
@@ -191,12 +195,11 @@ class ChatRenderer:
         """The template's text. Raises RowReject template_refused; PipelineError if hostile."""
         chat = [{"role": role, "content": content} for role, content in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text = RENDERER.render(
+                self.template,
                 chat,
-                tokenize=False,
                 add_generation_prompt=generate,
-                chat_template=self.template,
-                **self._args,
+                names={**self._tokenizer.special_tokens_map, **self._args},
             )
         except jinja2.TemplateSyntaxError as error:
             raise PipelineError(
@@ -206,8 +209,12 @@ class ChatRenderer:
             raise PipelineError(
                 f"The chat template tries to leave its sandbox ({error}); do not use this file"
             ) from None
-        except Exception as error:  # a template can raise what any expression can
-            raise RowReject("template_refused", f"{type(error).__name__}: {error}") from None
+        except TemplateLimit as error:
+            raise RowReject(
+                "template_limit", f"rendering the chat template takes {error}"
+            ) from None
+        except RuntimeError as error:
+            raise RowReject("template_refused", str(error)) from None
         bos = self._tokenizer.bos_token
         if bos and text.startswith(bos + bos):
             raise PipelineError(

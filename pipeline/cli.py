@@ -6,7 +6,7 @@ Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interr
 import json
 import signal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -30,6 +30,30 @@ DirectoryOrUrl = Annotated[
     str, typer.Argument(metavar="DIR", help="OUT of a run (also s3://…), or shards.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.command(epilog="Example: pipeline prompts p.jsonl --target smollm2-135m --show 2")
+def prompts(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="What --prompts of a run would be.")
+    ],
+    target: Annotated[str, typer.Option(help="The target model whose template renders them.")],
+    turns: Annotated[
+        Literal["all", "last", "given"], typer.Option(help="As of a run: who answers.")
+    ] = "all",
+    limit: Annotated[int | None, typer.Option(min=1, help="Read at most so many rows.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print so many rows token by token.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Check prompts: accepted and rejected by reason; rendered ids with the answers in colour."""
+    from pipeline.prompts_command import print_prompts
+
+    console = _console(quiet=as_json)
+    told = print_prompts(
+        source, target=target, turns=turns, limit=limit, show=show, console=console
+    )
+    if as_json:
+        _print_json(told)
 
 
 @app.command(
@@ -216,10 +240,10 @@ def tiny_target(
     typer.echo(f"wrote {out} and {out}/model-F16.gguf")
 
 
-def _console() -> Any:
+def _console(*, quiet: bool = False) -> Any:
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, quiet=quiet)
 
 
 def _print_json(value: dict[str, Any]) -> None:

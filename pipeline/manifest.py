@@ -195,7 +195,7 @@ class RunFolder:
             value = json.loads(self.storage.read(name))
         except FileNotFoundError:
             raise PipelineError(f"{self.url}: no {name}, so not the folder of a run") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PipelineError(f"{self.url}/{name}: {error}") from error
         if not isinstance(value, dict):
             raise PipelineError(f"{self.url}/{name}: not a JSON object")

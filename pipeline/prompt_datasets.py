@@ -10,7 +10,7 @@ from pipeline.errors import PipelineError
 from pipeline.prompt_sources import (
     COLUMNS,
     SourceRow,
-    quote,
+    check_columns,
     refuse_extension_name,
     refuse_extension_types,
 )
@@ -90,11 +90,7 @@ def _dataset_rows(dataset: Any, name: str) -> Iterator[SourceRow]:
     known = dataset.column_names  # None when a stream cannot tell before it is read
     if known is not None:
         columns = [column for column in COLUMNS if column in known]
-        if not {"messages", "conversations"} & set(columns):
-            raise PipelineError(
-                f"Dataset {name!r} has no column messages or conversations, only: "
-                + ", ".join(map(quote, known))
-            )
+        check_columns(f"Dataset {name!r}", known)
         dataset = dataset.select_columns(columns)
     number = 0
     rows = iter(dataset)

@@ -7,7 +7,7 @@ A fault of one row is a `RowReject`; a fault of the whole source is a `PipelineE
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -20,8 +20,18 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_DEPTH = 100
 BATCH_ROWS = 64
 
+TURNS = ("messages", "conversations")  # where a row's turns are
+PAIRS = ("instruction", "prompt")  # or its question
+INPUT_KEY = "input"  # what an instruction works on
+ANSWER_KEYS = {"instruction": ("output",), "prompt": ("completion", "response")}
+
 # The only columns read from Parquet and datasets; others may hold images or gigabytes.
-COLUMNS = ("id", "sample_id", "messages", "conversations", "system", "tools", "functions")
+COLUMNS = (
+    *("id", "sample_id", "system", "tools", "functions", INPUT_KEY),
+    *TURNS,
+    *PAIRS,
+    *(key for keys in ANSWER_KEYS.values() for key in keys),
+)
 
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 _BOM = b"\xef\xbb\xbf"
@@ -256,17 +266,21 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             columns = [name for name in COLUMNS if name in names]
-            if not {"messages", "conversations"} & set(columns):
-                raise PipelineError(
-                    f"{path.name} has no column messages or conversations, only: "
-                    + ", ".join(map(quote, names))
-                )
+            check_columns(f"{path.name}", names)
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 for index in range(batch.num_rows):
                     number += 1
                     yield SourceRow(f"{printable_name(path)}:{number}", _arrow_row(batch, index))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise PipelineError(f"{path.name} cannot be read past row {number}: {error}") from None
+
+
+def check_columns(what: str, names: Sequence[str]) -> None:
+    """Raise PipelineError if none of the columns can hold a conversation."""
+    if not {*TURNS, *PAIRS} & set(names):
+        wanted = ", ".join((*TURNS, *PAIRS))
+        there = ", ".join(map(quote, names))
+        raise PipelineError(f"{what} has none of the columns {wanted}, only: {there}")
 
 
 def _arrow_row(batch: pa.RecordBatch, index: int) -> dict[str, Any] | RowReject:

@@ -1,8 +1,11 @@
 """Prompts: any chat source becomes `PromptRow`s of one shape, each bad row a `RejectedRow`.
 
-A row is an object with `messages` ([{role, content}, …]) or ShareGPT's `conversations`
-([{from, value}, …]), told apart row by row and turn by turn; `id` or `sample_id` names it, and a
-`system` text beside ShareGPT turns is its first turn. Other keys are ignored.
+A row is an object in one of four conventions, told apart row by row (turn by turn where it has
+turns): `messages` ([{role, content}, …]); ShareGPT's `conversations` ([{from, value}, …]); Alpaca's
+`instruction`, with `input` after an empty line and `output` as the answer; a plain `prompt`, with
+`completion` or `response` as the answer. `id` or `sample_id` names it, a `system` text is its first
+turn, the role developer is system. Beside turns `instruction` and `prompt` are ignored, and so are
+other keys everywhere.
 """
 
 import hashlib
@@ -13,7 +16,16 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from pipeline.errors import PipelineError, RowReject
-from pipeline.prompt_sources import NumberText, SourceRow, open_rows, quote
+from pipeline.prompt_sources import (
+    ANSWER_KEYS,
+    INPUT_KEY,
+    PAIRS,
+    TURNS,
+    NumberText,
+    SourceRow,
+    open_rows,
+    quote,
+)
 
 SEEN_CACHE_KIB = 64 * 2**10  # of ids held in memory
 MAX_ID_CHARS = 1024
@@ -27,11 +39,11 @@ REJECT_REASONS: dict[str, str] = {
     "duplicate_key": "an object of the row has the same key twice",
     "non_finite_number": "the row has NaN or Infinity, which are not JSON",
     "not_an_object": "the line is JSON, but not an object",
-    "no_messages": "neither messages nor conversations is given",
-    "both_conventions": "messages and conversations are both given",
+    "no_messages": "none of messages, conversations, instruction and prompt is given",
+    "both_conventions": "messages and conversations are both given, or instruction and prompt",
     "empty_conversation": "the conversation has no turns",
     "bad_turn": "the conversation is no list, or a turn is not one role and one content",
-    "unknown_role": "the role is none of user/human, assistant/gpt, system",
+    "unknown_role": "the role is none of user/human, assistant/gpt, system/developer",
     "unsupported_role": "tool roles, tool calls and tool definitions are not supported yet",
     "empty_content": "a turn's content is null, empty or blank",
     "bad_content": "a turn's content is neither text nor a list of text parts",
@@ -44,6 +56,7 @@ REJECT_REASONS: dict[str, str] = {
     "long_id": "the id is longer than 1024 characters",
     "duplicate_id": "an earlier row has the same id (or, without ids, the same conversation)",
     "template_refused": "the chat template raised an error on this conversation",
+    "template_limit": "rendering takes too much time, memory or text",
     "template_drops_text": "the chat template leaves out, repeats or rewrites the text of a turn",
     "history_changes": "the chat template prints earlier turns differently once others follow",
     "control_token": "the text of a turn contains a control token of the tokenizer",
@@ -57,6 +70,7 @@ ROLES: dict[str, str] = {
     "assistant": "assistant",
     "gpt": "assistant",
     "system": "system",
+    "developer": "system",
 }
 TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation", "function_call"})
 
@@ -209,24 +223,53 @@ def normalise_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
     Raises RowReject with a code of REJECT_REASONS.
     """
-    given = [key for key in ("messages", "conversations") if row.get(key) is not None]
+    # Datasets of turns often repeat the first one as `prompt`: turns are the whole.
+    given = [key for key in TURNS if row.get(key) is not None]
+    given = given or [key for key in PAIRS if row.get(key) is not None]
     if not given:
-        raise RowReject("no_messages", "the row needs messages or conversations")
-    if len(given) == 2:
-        raise RowReject("both_conventions", "give messages or conversations, not both")
-    turns = row[given[0]]
-    if not isinstance(turns, list):
-        raise RowReject("bad_turn", f"{given[0]} must be a list, not {type(turns).__name__}")
-    if not turns:
-        raise RowReject("empty_conversation", f"{given[0]} is an empty list")
+        raise RowReject("no_messages", f"the row needs one of {', '.join((*TURNS, *PAIRS))}")
+    if len(given) > 1:
+        raise RowReject("both_conventions", f"give one of {' and '.join(given)}")
     for key in ("tools", "functions"):
         if row.get(key):
             raise RowReject("unsupported_role", f"the row defines {key}")
-    messages = [_read_turn(turn, f"{given[0]}[{i}]") for i, turn in enumerate(turns)]
+    if given[0] in TURNS:
+        messages = _read_turns(row[given[0]], given[0])
+    else:
+        messages = _read_pair(row, given[0])
     if row.get("system") is not None:
         messages.insert(0, Message("system", _read_content(row["system"], "system")))
     _check_order(messages)
     return tuple(messages)
+
+
+def _read_turns(turns: object, key: str) -> list[Message]:
+    if not isinstance(turns, list):
+        raise RowReject("bad_turn", f"{key} must be a list, not {type(turns).__name__}")
+    if not turns:
+        raise RowReject("empty_conversation", f"{key} is an empty list")
+    return [_read_turn(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+
+
+def _read_pair(row: Mapping[str, Any], key: str) -> list[Message]:
+    """A question under `key`, perhaps with an answer; blank input or output counts as none."""
+    if isinstance(row[key], list):  # a prompt may be turns
+        return _read_turns(row[key], key)
+    content = _read_content(row[key], key)
+    if key == "instruction" and _is_text(row.get(INPUT_KEY)):
+        content = f"{content}\n\n{_read_content(row[INPUT_KEY], INPUT_KEY)}"
+    messages = [Message("user", content)]
+    found = [name for name in ANSWER_KEYS[key] if _is_text(row.get(name))]
+    if len(found) > 1:
+        raise RowReject("bad_turn", f"the row has both {found[0]} and {found[1]}")
+    if found:
+        messages.append(Message("assistant", _read_content(row[found[0]], found[0])))
+    return messages
+
+
+def _is_text(value: object) -> bool:
+    """Whether there is something: null and blank text are nothing, a number is an error later."""
+    return value is not None and not (type(value) is str and not value.strip())
 
 
 def _read_turn(turn: object, where: str) -> Message:

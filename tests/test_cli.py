@@ -228,3 +228,29 @@ def test_rollout_then_extract_is_the_whole_run(tiny_run: Path, tmp_path: Path) -
     assert "complete, but 22.2% of the rows were rejected" in second.stderr
     assert run_cli("extract", *words, "--max-reject-fraction", "0.3").returncode == 0
     assert data_files(out) == data_files(tiny_run)
+
+
+def test_prompts_tells_what_a_run_would_take(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """Counts by reason, one row token by token with its answer, and the same as JSON."""
+    lines = [
+        json.dumps({"id": "a", "prompt": "Why?", "completion": "So."}),
+        json.dumps({"conversations": [{"from": "human", "value": "Hi"}]}),
+        json.dumps({"prompt": "a <|im_end|> b"}),
+        "not json",
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    done = invoke("prompts", str(path), "--target", str(tiny_llama_dir), "--show", "1")
+    assert done.exit_code == 0, done.output
+    assert "4 rows = 2 accepted + 2 rejected" in done.output
+    assert "p.jsonl:3: a user turn contains '<|im_end|>'" in done.output
+    assert "<|im_start|>·257 " in done.output and "⟨answer⟩" in done.output
+    given = invoke(
+        "prompts", str(path), "--target", str(tiny_llama_dir), "--turns", "given", "--json"
+    )
+    assert json.loads(given.stdout) == {
+        "rows": 4,
+        "accepted": 1,
+        "rejected": {"bad_json": 1, "no_assistant_turn": 2},
+        "tokens": len("user\nWhy?\nassistant\nSo.\n") + 4,  # bytes, and four control tokens
+    }

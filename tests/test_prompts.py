@@ -123,6 +123,7 @@ BAD_ROWS: list[tuple[str, Any]] = [
 ]
 FROM_RENDERING = {
     "template_refused",
+    "template_limit",
     "template_drops_text",
     "history_changes",
     "control_token",
@@ -499,9 +500,7 @@ def test_parquet_bad_text_is_one_reject(tmp_path: Path) -> None:
 
 def test_parquet_without_conversations(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(
-        PipelineError, match="no column messages or conversations, only: 'text', 'n'"
-    ):
+    with pytest.raises(PipelineError, match=r"none of the columns messages, .*, only: 'text', 'n'"):
         list(read_prompts(str(tmp_path / "x.parquet")))
 
 
@@ -612,3 +611,64 @@ def test_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(PipelineError, match="no local file or folder 'nobody/nothing'"):
         read_prompts("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"instruction": "Add", "input": "1 2", "output": "3"}, "user:Add\n\n1 2|assistant:3"),
+        ({"instruction": "Add", "input": "", "output": " "}, "user:Add"),
+        ({"instruction": "Add", "input": None}, "user:Add"),
+        ({"prompt": "Why?"}, "user:Why?"),
+        ({"prompt": "Why?", "completion": "So."}, "user:Why?|assistant:So."),
+        ({"prompt": "Why?", "response": "So.", "system": "S"}, "system:S|user:Why?|assistant:So."),
+        ({"prompt": [{"role": "user", "content": "Why?"}]}, "user:Why?"),
+        ({"messages": HELLO, "prompt": "ignored", "instruction": "too"}, None),
+        (
+            {"messages": [{"role": "developer", "content": "D"}, *HELLO]},
+            "system:D|" + "|".join(f"{m['role']}:{m['content']}" for m in HELLO),
+        ),
+    ],
+)
+def test_other_conventions_give_the_same_turns(
+    row: dict[str, Any], messages: str | None, write: Write
+) -> None:
+    """And the same id as the row in `messages` form."""
+    found = next(iter(read_prompts(write(row))))
+    assert isinstance(found, PromptRow), found
+    plain = "|".join(f"{m.role}:{m.content}" for m in found.messages)
+    assert plain == (messages or "|".join(f"{m['role']}:{m['content']}" for m in HELLO))
+    again = {"messages": [{"role": m.role, "content": m.content} for m in found.messages]}
+    same = next(iter(read_prompts(write(again))))
+    assert isinstance(same, PromptRow) and same.sample_id == found.sample_id
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"instruction": "a", "prompt": "b"}, "both_conventions"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "bad_turn"),
+        ({"prompt": "  "}, "empty_content"),
+        ({"prompt": 7}, "bad_content"),
+        ({"instruction": "a", "output": 7}, "bad_content"),
+        ({"instruction": "a", "input": ["x"]}, "bad_content"),
+    ],
+)
+def test_pairs_that_do_not_tell_what_they_mean(
+    row: dict[str, Any], reason: str, write: Write
+) -> None:
+    found = next(iter(read_prompts(write(row))))
+    assert isinstance(found, RejectedRow) and found.reason == reason
+
+
+def test_alpaca_columns_of_parquet(tmp_path: Path) -> None:
+    table = {
+        "instruction": ["Add", "Say"],
+        "input": ["1 2", ""],
+        "output": ["3", None],
+        "n": [1, 2],
+    }
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    rows = list(read_prompts(str(tmp_path / "a.parquet")))
+    turns = [[tuple(m) for m in row.messages] for row in rows if isinstance(row, PromptRow)]
+    assert turns == [[("user", "Add\n\n1 2"), ("assistant", "3")], [("user", "Say")]]

@@ -129,7 +129,7 @@ def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:
         if generation.is_file():
             try:
                 ids |= _eos_of(json.loads(generation.read_text()).get("eos_token_id"))
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise PipelineError(f"{generation}: not a JSON object: {error}") from error
     if not ids:
         raise PipelineError(f"{files.path}: no end-of-sequence token in tokenizer, config or GGUF")

@@ -138,6 +138,8 @@ def _align(group: Group, lists: dict[str, Lists], rows: int) -> None:
     """Set starts and arrays, without the rows whose columns do not have the same length."""
     told = group.scalars.get("num_tokens")
     if not lists or rows == 0:
+        # Without a single array there are no rows to hold scalars against.
+        group.scalars, group.row_ids = {}, []
         return
     names = list(lists)
     lengths = np.stack([np.diff(lists[name].starts) for name in names])  # [columns, R]
