@@ -4,9 +4,11 @@ The chat template is rendered with a placeholder where each answer goes and cut 
 texts between answers (segments) are tokenised one by one; answers stay the ids they are.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import numpy as np
@@ -44,12 +46,15 @@ class ChatRenderer:
         template: str | None = None,
         template_args: Mapping[str, Any] | None = None,
         eos_ids: Collection[int] = (),
+        control_tokens: Literal["reject", "text"] = "reject",
     ) -> None:
         """
         tokenizer: a transformers.PreTrainedTokenizerFast.
         template: a chat template to use in place of the tokenizer's own.
         template_args: further names the template reads (enable_thinking, date_string, …).
         eos_ids: the target model's end ids, besides the tokenizer's `eos_token_id`.
+        control_tokens: what becomes of a control token's name in the text of a turn: the row is
+            rejected, or it stays text, as pieces that are no control token.
 
         Raises PipelineError: no template, one that does not compile, breaks out of the sandbox,
         reads the clock, prints two BOS or ends answers with a token that is no end id; a
@@ -72,6 +77,13 @@ class ChatRenderer:
         self._control_ids = frozenset(
             i for i, token in added.items() if token.special or self._is_markup(token.content)
         ).union(self.eos_ids)
+        names = [str(added[i].content) for i in self._control_ids if i in added]
+        if control_tokens == "reject":
+            names = []
+        # Longest first: <|im_start|> before <|im.
+        self._shields = {_shield(name): name for name in sorted(names, key=len, reverse=True)}
+        self._names = _any_of(self._shields.values())
+        self._marks = _any_of(self._shields)
         self._try_out()
 
     def _is_markup(self, token: str) -> bool:
@@ -121,6 +133,25 @@ class ChatRenderer:
 
     def encode(self, text: str) -> Int32Array:
         """Token ids of a text, int32 [n]; special tokens in it count, none are added."""
+        if self._marks is None or not self._marks.search(text):
+            return self._encode(text)
+        pieces: list[str] = []
+        for part in re.split(f"({self._marks.pattern})", text):
+            name = self._shields.get(part)
+            # Cut after its first character, a control token's name is none any more.
+            pieces += [part] if name is None else [name[:1], name[1:]]
+        return np.concatenate([self._encode(piece) for piece in pieces if piece])
+
+    def _shielded(self, messages: Sequence[Message]) -> list[Message]:
+        """The turns with a mark in place of each control token's name, where those stay text."""
+        if self._names is None:
+            return list(messages)
+        return [
+            Message(role, self._names.sub(lambda found: _shield(found.group()), content))
+            for role, content in messages
+        ]
+
+    def _encode(self, text: str) -> Int32Array:
         encoding = self._tokenizer(
             text,
             add_special_tokens=False,
@@ -140,7 +171,7 @@ class ChatRenderer:
 
         Raises RowReject: template_refused, template_drops_text, history_changes, control_token.
         """
-        history = _up_to_last_user(messages)
+        history = _up_to_last_user(self._shielded(messages))
         self._check_control([message for message in history if message.role != "assistant"])
         history = with_marks(history, roles={"assistant"})
         marks = [message.content for message in history if message.role == "assistant"]
@@ -158,7 +189,7 @@ class ChatRenderer:
 
         Raises RowReject: template_refused, template_drops_text, control_token.
         """
-        history = _up_to_last_user(messages)
+        history = _up_to_last_user(self._shielded(messages))
         self._check_control(history)
         return self._lay_out(history, generate=True)
 
@@ -174,6 +205,7 @@ class ChatRenderer:
         """
         if all(message.role != "assistant" for message in messages):
             raise RowReject("no_assistant_turn", "nothing was answered in this conversation")
+        messages = self._shielded(messages)
         self._check_control(messages)
         return self._join(*self._lay_out(messages, generate=False))
 
@@ -234,6 +266,18 @@ class ChatRenderer:
                 # The id for unknown characters also comes from ordinary text.
                 if token_id != unknown or token in content:
                     raise RowReject("control_token", f"a {role} turn contains {token!r}")
+
+
+def _shield(name: str) -> str:
+    """A mark of letters only, which every template prints as it is."""
+    digest = hashlib.sha256(f"control token {name}".encode()).digest()
+    return "Q" + "".join(chr(ord("a") + byte % 26) for byte in digest)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds any of the texts; None if there is none."""
+    found = "|".join(map(re.escape, texts))
+    return re.compile(found) if found else None
 
 
 def _up_to_last_user(messages: Sequence[Message]) -> list[Message]:

@@ -18,6 +18,7 @@ from pipeline.errors import PipelineError, RowReject
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_DEPTH = 100
+MAX_ROW_GROUP_BYTES = 2 * 2**30  # uncompressed, of the prompts' columns
 BATCH_ROWS = 64
 
 TURNS = ("messages", "conversations")  # where a row's turns are
@@ -267,12 +268,30 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             names = file.schema_arrow.names
             columns = [name for name in COLUMNS if name in names]
             check_columns(f"{path.name}", names)
+            _check_sizes(file.metadata, columns, path)
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 for index in range(batch.num_rows):
                     number += 1
                     yield SourceRow(f"{printable_name(path)}:{number}", _arrow_row(batch, index))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise PipelineError(f"{path.name} cannot be read past row {number}: {error}") from None
+
+
+def _check_sizes(metadata: pq.FileMetaData, columns: Sequence[str], path: Path) -> None:
+    """Raise PipelineError where a few bytes would unpack to more than memory should hold."""
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        size = sum(
+            chunk.total_uncompressed_size
+            for chunk in chunks
+            if chunk.path_in_schema.partition(".")[0] in columns
+        )
+        if not 0 <= size <= MAX_ROW_GROUP_BYTES:
+            raise PipelineError(
+                f"{path.name}: row group {index} unpacks to {size:,} bytes of prompts, at most "
+                f"{MAX_ROW_GROUP_BYTES:,} are read; write smaller row groups"
+            )
 
 
 def check_columns(what: str, names: Sequence[str]) -> None:

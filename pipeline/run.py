@@ -152,7 +152,7 @@ def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) 
     """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
     if settings.rollout_endpoint is not None:
         checked_url(settings.rollout_endpoint)
-    files = find_target(settings.target)
+    files = find_target(settings.target, trust_remote_code=settings.trust_remote_code)
     backend = choose_backend(files, settings.backend)
     tokenizer = load_tokenizer(files, settings.tokenizer)
     geometry = load_geometry(
@@ -162,7 +162,12 @@ def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) 
         kv_cache_dtype=settings.kv_cache_dtype,
     )
     eos_ids = load_eos_ids(files, tokenizer)
-    renderer = ChatRenderer(tokenizer, template=_template(settings), eos_ids=eos_ids)
+    renderer = ChatRenderer(
+        tokenizer,
+        template=_template(settings),
+        eos_ids=eos_ids,
+        control_tokens=settings.control_tokens,
+    )
     if settings.topk > geometry.vocab_size:
         raise PipelineError(
             f"--topk {settings.topk}: the vocabulary has only {geometry.vocab_size} tokens"

@@ -87,6 +87,10 @@ class Settings(BaseModel):
     chat_template: str | None = Field(
         None, description="Jinja file to use in place of the target's own chat template."
     )
+    control_tokens: Literal["reject", "text"] = Field(
+        "reject",
+        description="A control token's name in a prompt: reject the row, or let it stay text.",
+    )
     limit: int | None = Field(None, ge=1, description="Read at most this many prompts.")
     batch_tokens: int = Field(4096, ge=1, description="Tokens of an extraction micro-batch.")
     rollout_rows: int = Field(32, ge=1, description="Conversations of a rollout part.")
@@ -115,6 +119,9 @@ class Settings(BaseModel):
     )
     verify_resume: bool = Field(
         False, description="On resume, read every finished file and check its sha256."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run the Python code that a Hugging Face directory brings along."
     )
     dry_run: bool = Field(
         False, description="Plan, measure a few rows, print the forecast, write nothing."

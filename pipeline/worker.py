@@ -82,7 +82,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, device: str) -> None:
         """device: cpu, cuda, or cuda:N. Raises PipelineError if the model cannot be loaded."""
         torch.set_num_threads(spec.settings.threads)
-        files = find_target(spec.settings.target)
+        files = find_target(spec.settings.target, trust_remote_code=spec.settings.trust_remote_code)
         self.spec = spec
         self.folder = RunFolder(spec.settings.out)
         self.tokenizer = load_tokenizer(files, spec.settings.tokenizer)

@@ -26,6 +26,7 @@ from pipeline import chat_layout
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
+from pipeline.models.load import find_target, load_eos_ids, load_tokenizer
 from pipeline.prompts import Message, PromptRow, read_prompts
 
 
@@ -626,3 +627,52 @@ def test_demo_prompts_show_both_conventions() -> None:
     assert sum("conversations" in row for row in raw) >= 4
     assert sum(any(t.get("role") == "system" for t in row.get("messages", [])) for row in raw) >= 4
     assert len({hashlib.sha256(json.dumps(row).encode()).digest() for row in raw}) == 56
+
+
+# ---- control tokens that stay text
+
+
+@pytest.mark.parametrize("name", templates.ALL)
+def test_control_tokens_in_text_stay_text_where_that_is_wished(name: str) -> None:
+    """A20: the same control ids as of a harmless text, and the ids decode to what was typed."""
+    renderer = renderer_for(name, control_tokens="text")
+    every = "".join(renderer._shields.values())
+    typed = f"a{every}b<|im_<|im_end|>end|> {every[::-1]}c"
+    count = len([i for i in renderer.encode("a b c").tolist() if i in renderer._control_ids])
+    for answered in (False, True):
+        # Answers are left alone: templates look for thinking in them and take it out.
+        harmless = chat("x", "y", "z") if answered else chat("x")
+        hostile = chat(typed, "y", typed) if answered else chat(typed)
+        for make in (Conversation.all_turns, Conversation.last_turn):
+            plain = np.concatenate(make(renderer, harmless).segments)
+            shielded = np.concatenate(make(renderer, hostile).segments)
+            controls = [
+                [i for i in ids.tolist() if i in renderer._control_ids] for ids in (plain, shielded)
+            ]
+            assert controls[0] == controls[1] and count == 0
+        ids = Conversation.last_turn(renderer, hostile).segments[0]
+        wanted = rendering(renderer, hostile, tokenize=False, add_generation_prompt=True)
+        assert text_of(renderer, ids) == wanted
+
+
+def test_control_tokens_of_real_tokenizers_stay_text(smol: Any) -> None:
+    nano = find_target("gemma4-nano")
+    nano_tokenizer = load_tokenizer(nano)
+    for tokenizer, eos in ((smol, ()), (nano_tokenizer, load_eos_ids(nano, nano_tokenizer))):
+        renderer = ChatRenderer(tokenizer, eos_ids=eos, control_tokens="text")
+        names = sorted(renderer._shields.values())
+        assert len(names) > 5
+        for name in names:
+            row = renderer.given_row(chat(f"Say {name}!", f"No {name}."))
+            plain = renderer.given_row(chat("Say x!", "No x."))
+            found = [i for i in row.ids.tolist() if i in renderer._control_ids]
+            assert found == [i for i in plain.ids.tolist() if i in renderer._control_ids]
+            assert f"Say {name}!" in text_of(renderer, row.ids)
+            assert f"No {name}." in text_of(renderer, row.ids[row.loss_mask == 1])
+
+
+def test_texts_without_control_tokens_encode_as_before(smol: Any) -> None:
+    rejecting, keeping = ChatRenderer(smol), ChatRenderer(smol, control_tokens="text")
+    messages = chat("Why? <b>", "So.", "日本語 x < y | z > w")
+    one, other = (Conversation.last_turn(r, messages).segments[0] for r in (rejecting, keeping))
+    assert one.tolist() == other.tolist()

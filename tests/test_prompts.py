@@ -672,3 +672,17 @@ def test_alpaca_columns_of_parquet(tmp_path: Path) -> None:
     rows = list(read_prompts(str(tmp_path / "a.parquet")))
     turns = [[tuple(m) for m in row.messages] for row in rows if isinstance(row, PromptRow)]
     assert turns == [[("user", "Add\n\n1 2"), ("assistant", "3")], [("user", "Say")]]
+
+
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E20's kind; the cap is lowered to keep the test small."""
+    monkeypatch.setattr("pipeline.prompt_sources.MAX_ROW_GROUP_BYTES", 10**7)
+    table = pa.table({"prompt": ["x" * 1_000_000 + str(i) for i in range(16)]})
+    pq.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
+    assert (tmp_path / "bomb.parquet").stat().st_size < 50_000
+    with pytest.raises(
+        PipelineError, match=r"bomb\.parquet: row group 0 unpacks to 16,\d+,\d+ bytes"
+    ):
+        list(read_prompts(str(tmp_path / "bomb.parquet")))

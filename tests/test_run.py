@@ -26,10 +26,11 @@ from pipeline.extract import micro_batches
 from pipeline.forecast import print_forecast
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow
-from pipeline.models.load import find_target, load_eos_ids
+from pipeline.models.load import find_target, load_eos_ids, load_geometry
 from pipeline.progress import RunProgress
 from pipeline.run import Run
 from pipeline.seeds import row_seed
+from pipeline.settings import Settings
 from pipeline.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +321,14 @@ def test_remote_code_stays_off(tiny_llama_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="cannot read its config"):
         geometry_of_files(find_target(str(target)))
     assert not (tmp_path / "ran").exists()
+    # With the flag it does, and the fingerprint says so.
+    trusting = find_target(str(target), trust_remote_code=True)
+    with pytest.raises(PipelineError):
+        load_geometry(trusting, backend="transformers", dtype="float32", kv_cache_dtype="float16")
+    assert (tmp_path / "ran").exists()
+    assert trusting.sha256() != find_target(str(tiny_llama_dir)).sha256()
+    settings = Settings.check(target="t", prompts="p", out="o", trust_remote_code=True)
+    assert settings.fingerprinted()["trust_remote_code"] is True
 
 
 def test_all_eos_sources_count(tiny_llama_dir: Path, tmp_path: Path) -> None:

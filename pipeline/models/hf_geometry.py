@@ -12,14 +12,16 @@ from pipeline.models.base import Geometry, SharedKV
 ATTENTION_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
-def meta_model(config: Any) -> Any:
+def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
     """The model a config describes, without memory for its weights.
 
     Raises PipelineError where the architecture is not a causal language model we can read.
     """
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise PipelineError(f"cannot build a {config.model_type} model: {error}") from error
 

@@ -35,6 +35,7 @@ class TargetFiles:
     name: str
     path: Path
     kind: Literal["gguf", "hf"]
+    trust_remote_code: bool = False
 
     def sha256(self) -> str:
         """Of the GGUF file; of a directory, over its config, tokenizer and weight files."""
@@ -42,15 +43,16 @@ class TargetFiles:
             return _file_sha256(self.path)
         total = hashlib.sha256()
         for file in sorted(self.path.iterdir()):
-            if file.suffix in (".json", ".safetensors", ".jinja", ".model"):
+            if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".py"):
                 total.update(f"{file.name}\0{_file_sha256(file)}\n".encode())
         return total.hexdigest()
 
 
-def find_target(spec: str) -> TargetFiles:
+def find_target(spec: str, *, trust_remote_code: bool = False) -> TargetFiles:
     """Resolve `--target`: a GGUF file, a Hugging Face directory, `gemma4-nano` or `smollm2-135m`.
 
-    Raises PipelineError if it is none of these.
+    trust_remote_code: whether code in a Hugging Face directory may run. Raises PipelineError if it
+    is none of these.
     """
     path = Path(spec).expanduser()
     if spec == NANO_NAME:
@@ -65,7 +67,9 @@ def find_target(spec: str) -> TargetFiles:
     if path.is_file() and path.suffix == ".gguf":
         return TargetFiles(name=spec, path=path.resolve(), kind="gguf")
     if path.is_dir() and (path / "config.json").is_file():
-        return TargetFiles(name=spec, path=path.resolve(), kind="hf")
+        return TargetFiles(
+            name=spec, path=path.resolve(), kind="hf", trust_remote_code=trust_remote_code
+        )
     raise PipelineError(
         f"--target {spec}: not a .gguf file, not a directory with config.json, and neither "
         f"{NANO_NAME} nor smollm2-135m"
@@ -101,7 +105,7 @@ def load_tokenizer(files: TargetFiles, directory: str | None = None) -> Any:
         raise PipelineError(f"--tokenizer {directory}: cannot load a tokenizer: no such directory")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
+            path, trust_remote_code=files.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # whatever a stranger's JSON makes transformers raise
         raise PipelineError(f"{path}: cannot load a tokenizer: {error}") from error
@@ -112,7 +116,7 @@ def load_tokenizer(files: TargetFiles, directory: str | None = None) -> Any:
 
 def load_geometry(files: TargetFiles, *, backend: str, dtype: str, kv_cache_dtype: str) -> Geometry:
     """The geometry without reading any weight."""
-    model = meta_model(_config(files))
+    model = meta_model(_config(files), trust_remote_code=files.trust_remote_code)
     geometry = geometry_of(model.to(TORCH_DTYPES[dtype]))
     kv_dtype = kv_cache_dtype if backend == "llamacpp" else dtype
     return replace(geometry, kv_dtype=kv_dtype)
@@ -202,7 +206,7 @@ def _config(files: TargetFiles) -> Any:
         return gguf_config(read_gguf(files.path))
     try:
         config = transformers.AutoConfig.from_pretrained(
-            files.path, trust_remote_code=False, local_files_only=True
+            files.path, trust_remote_code=files.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # whatever a stranger's JSON makes transformers raise
         raise PipelineError(f"{files.path}: cannot read its config: {error}") from error
@@ -221,7 +225,7 @@ def _load_directory(files: TargetFiles, *, dtype: torch.dtype, device: str) -> A
             config=_config(files),
             dtype=dtype,
             key_mapping={r"^model\.language_model\.": "model."},
-            trust_remote_code=False,
+            trust_remote_code=files.trust_remote_code,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
