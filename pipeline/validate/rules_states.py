@@ -115,7 +115,7 @@ def states_vary(group: Group) -> Iterator[Problem]:
     np.logical_or.at(varied, rows, ids[inside] != ids[inside + 1])
     for column in columns:
         flat = group.array(column.name).reshape(len(ids), -1)
-        some = flat[:, :: max(1, flat.shape[1] // SAMPLED)]  # enough to see that they change
+        some = flat[:, :SAMPLED]  # enough to see that they change
         differs = (some[1:] != some[:-1]).any(axis=1)
         changes = np.zeros(group.rows, dtype=np.bool_)
         np.logical_or.at(changes, rows, differs[inside])

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -213,16 +212,14 @@ def _check_groups(
     metadata = file.parquet.metadata
     if metadata.num_rows == 0:
         recorder.skip(GROUP_RULES, f"{file.name} has no rows")
-    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    wanted = [i for i, count in enumerate(rows) if count]
-    # Two row groups are in memory: the next is read while the rules look at one.
-    with ThreadPoolExecutor(1) as reader:
-        ahead = deque(reader.submit(read_group, file, i, sum(rows[:i])) for i in wanted[:1])
-        for place, index in enumerate(wanted):
-            group = ahead.popleft().result()
-            for later in wanted[place + 1 : place + 2]:
-                ahead.append(reader.submit(read_group, file, later, sum(rows[:later])))
+    first_row = 0
+    # Reading one ahead was tried: with a second row group alive Arrow's allocator takes fresh pages
+    # all the time, which costs as much as it saves.
+    for index in range(metadata.num_row_groups):
+        if rows := metadata.row_group(index).num_rows:
+            group = read_group(file, index, first_row)
             recorder.run(GROUP_RULES, group)
             summarizer.add(group)
+            first_row += rows
             del group
-            progress((index + 1) / len(rows))
+        progress((index + 1) / metadata.num_row_groups)
