@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test storm mutants fuzz lint llamacpp install clean
+.PHONY: demo test slow storm mutants fuzz lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
@@ -32,6 +32,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# The tests that take long alone.
+slow: install
+	$(BIN)/python -m pytest -m slow
 
 # Kills runs at random moments and compares what they end with; ROUNDS=100 takes about 12 minutes.
 storm: install

@@ -174,6 +174,7 @@ class BrokenNodeActor(WorkerActor):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
+@pytest.mark.slow
 def test_a_broken_node_rejects_no_row(cluster: None, tiny_run: Path, tmp_path: Path) -> None:
     from jobs.ray_pool import RayPool
 
@@ -195,6 +196,7 @@ class StuckActor(WorkerActor):
         return super().execute(unit)
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_is_reported_with_what_it_does_and_where(
     cluster: None, tiny_run: Path, tmp_path: Path
 ) -> None:

@@ -177,7 +177,9 @@ def run_job(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_job_says_how_to_go_on_and_does(
     by: signal.Signals, tiny_run: Path, tmp_path: Path
 ) -> None:

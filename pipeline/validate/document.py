@@ -58,9 +58,9 @@ Exit code 0: clean, 1: findings, 2: cannot run. `--json` for programs, `--all` f
 38 kinds, with hashes and records mended wherever possible: 400/400 found. States exchanged for
 other valid values, which the bytes cannot give away, are among them and need `--replay`.
 
-`python -m pipeline.validate.bench --rows 960` compares the speed with a plain Arrow scan of the same
-columns with checksums (3.0 GB, 8.9 GB uncompressed, two cores): 0.73 of it in one process, 0.79 in
-two with their start, SHA-256 of the files included; 0.9 GB of memory at most.
+`python -m pipeline.validate.bench --rows 960` compares the speed with a plain Arrow scan of the
+same columns with checksums (3.0 GB, 8.9 GB uncompressed, two cores): 0.73 of it in one process,
+0.79 in two with their start, SHA-256 of the files included; 0.9 GB of memory at most.
 
 A rule is one function with one message and one test that breaks it. This page is made from them by
 `python -m pipeline.validate.document`.
