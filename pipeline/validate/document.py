@@ -12,6 +12,8 @@ WHY = {
     "completeness makes every number computed from it wrong.",
     "commits": "A file counts only through its record; a record that cannot be read or is of "
     "another run hides lost or mixed data.",
+    "plan": "The plan holds what was asked, as token ids, before any answer was there. Without it "
+    "a shard and its rollout that were changed alike only confirm each other.",
     "card": "`load_dataset` reads exactly what the card names.",
     "files": "Missing, cut, doubled or foreign files are what copies and crashes leave behind.",
     "parquet": "Damaged pages decode to wrong numbers if nobody looks at their checksums.",
