@@ -95,9 +95,12 @@ def validate(
         left_out: list[Rule[Any]] = [r for r in RULES if r.id in not_here]
         recorder.skip(left_out, f"{missing} files are not here (--allow-missing)")
     worst: dict[str, Worst] = {}
+    drawn: list[str] = []
     if replay is not None:
         for row in replay_rows(out, replay.target, replay.rows, replay.seed):
             recorder.run(replay_rules, row)
+            if row.drawn:
+                drawn.append(row.row_id)
             for column, found in row.worst.items():
                 worst[column] = max(found, worst.get(column, found))
     shards = [s for s in summaries if s.file.kind == "shard"]
@@ -111,6 +114,8 @@ def validate(
         bytes=sum(sizes),
         seconds=round(time.monotonic() - started, 3),
         replay=worst,
+        drawn=tuple(drawn),
+        replay_seed=replay.seed if replay else None,
     )
 
 
