@@ -47,6 +47,8 @@ def print_report(console: Console, report: Report, *, show_all: bool) -> None:
     for rule in report.rules:
         if rule.status == "fail":
             _print_findings(console, rule, findings[rule.id], show_all=show_all)
+    if report.replay_seed is not None:
+        console.print(Text(f"\n{_replayed(report)}"), soft_wrap=True)
     for column, worst in report.replay.items():
         of = f"{worst.error:.3g} of its tolerance" if worst.error else "equal to the bit"
         console.print(Text(f"replayed {column}: {of}; worst row {quoted(worst.row)}"))
@@ -64,6 +66,23 @@ def _print_findings(
         hint = "" if show_all else " (--all lists them)"
         console.print(Text(f"  … and {rule.findings - len(shown):,} more{hint}"))
     console.print(Text(f"  What to do: {rule.remedy}", style="italic"))
+
+
+def _replayed(report: Report) -> str:
+    """Which rows went through the target model again, and that others did not."""
+    rows = next(rule.checked for rule in report.rules if rule.id == "replay.columns")
+    some = ", ".join(map(quoted, report.drawn[:FINDINGS_SHOWN]))
+    more = ", …" if len(report.drawn) > FINDINGS_SHOWN else ""
+    left = report.rows - rows
+    rest = (
+        f"; {left:,} rows were not: another --seed draws others, --replay {report.rows} takes all"
+        if left > 0
+        else ""
+    )
+    return (
+        f"Replayed {rows:,} rows: {len(report.drawn):,} drawn by --seed {report.replay_seed} "
+        f"({some}{more}) and those in their micro-batches{rest}"
+    )
 
 
 def _summary(report: Report) -> str:

@@ -14,7 +14,7 @@ from pipeline.chat import ChatRenderer
 from pipeline.endpoint import checked_url
 from pipeline.errors import PipelineError
 from pipeline.gguf import read_gguf
-from pipeline.manifest import MANIFEST_VERSION, Commit, RunFolder
+from pipeline.manifest import MANIFEST_VERSION, SEMANTICS, Commit, RunFolder
 from pipeline.models.load import (
     choose_backend,
     find_target,
@@ -133,19 +133,6 @@ class Run:
         self.folder.write_text("rejects.jsonl", early + lines)
         self.folder.write_json("manifest.json", manifest)
         return manifest
-
-
-# What the columns mean beyond their schema (DESIGN §3), for programs.
-SEMANTICS = {
-    "final_hidden": "after the final norm",
-    "layer_index": "0-based decoder block",
-    "key": "after k_norm and RoPE at position_offset + t",
-    "value": "after v_norm",
-    "teacher_row": "row t is the distribution of token t+1, temperature 1, after the soft-cap",
-    "target": "[t, k-1] is token t+k",
-    "pairing": "at last known token n: embed(x_n) with final_hidden[n-1], KV rows [:n]",
-    "draft_position": "position_offset + n for every depth",
-}
 
 
 def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:

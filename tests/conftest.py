@@ -1,6 +1,5 @@
 """What several test files share: a tiny random Llama on disk, and one finished run of it."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -30,34 +29,9 @@ def tiny_run(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     Read-only: copy it before changing anything.
     """
-    from pipeline.execute import LocalWorker, execute
-    from pipeline.settings import Settings
+    from tiny_llama import run_tiny_llama
 
-    base = tmp_path_factory.mktemp("tiny_run")
-    # Long enough that the features pass 1.5 MB, which makes two shards.
-    texts = ["Hi! " * 60, "日本語で? " * 20, "1+1 " * 80, "def f(x):\n" * 25, "Why?", "A b c " * 60]
-    rows = [
-        {"id": f"row-{i}", "messages": [{"role": "user", "content": text}]}
-        for i, text in enumerate(texts)
-    ]
-    turns = [("user", "One"), ("assistant", "x"), ("user", "Two " * 50)]
-    rows.append({"id": "turns", "messages": [{"role": r, "content": c} for r, c in turns]})
-    rows.append({"id": "empty", "messages": []})
-    lines = [*(json.dumps(row) for row in rows), "not json"]
-    prompts = base / "prompts.jsonl"
-    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    settings = Settings.check(
-        target=str(tiny_llama_dir),
-        prompts=str(prompts),
-        out=str(base / "out"),
-        max_new_tokens=96,
-        temperature=1.0,
-        seed=7,
-        rollout_rows=4,
-        shard_mb=1,
-    )
-    execute(settings, LocalWorker)
-    return base / "out"
+    return run_tiny_llama(tiny_llama_dir, tmp_path_factory.mktemp("tiny_run"))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from tampering import Tampered
 
+from pipeline.manifest import SEMANTICS
 from pipeline.schema import FOOTER_KEY
 
 CORRUPTIONS: dict[str, Callable[[Tampered], None]] = {}
@@ -43,8 +44,9 @@ def _(run: Tampered) -> None:
 
 @corrupts("manifest.fingerprint")
 def _(run: Tampered) -> None:
-    fields = run.json("manifest.json")["fingerprint_fields"]
-    run.edit_json("manifest.json", fingerprint_fields={**fields, "code": "9.9"})
+    fields = {**run.json("manifest.json")["fingerprint_fields"], "code": "9.9"}
+    run.edit_json("manifest.json", fingerprint_fields=fields)
+    run.edit_json("plan/plan.json", fields=fields)
 
 
 @corrupts("manifest.commits")
@@ -62,6 +64,22 @@ def _(run: Tampered) -> None:
 def _(run: Tampered) -> None:
     rejects = run.out / "rejects.jsonl"
     rejects.write_text("".join(rejects.read_text().splitlines(keepends=True)[1:]))
+
+
+@corrupts("manifest.settings")
+def _(run: Tampered) -> None:
+    run.edit_json("manifest.json", semantics={**SEMANTICS, "draft_position": "n - 1"})
+
+
+@corrupts("plan.files")
+def _(run: Tampered) -> None:
+    fields = run.json("plan/plan.json")["fields"]
+    run.edit_json("plan/plan.json", fields={**fields, "eos_ids": [0]})
+
+
+@corrupts("plan.inputs")
+def _(run: Tampered) -> None:
+    run.record("train-00001", inputs_sha256="0" * 64)
 
 
 @corrupts("card.files")

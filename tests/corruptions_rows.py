@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from corruptions import CORRUPTIONS, corrupts, edit_footer, flip_a_byte
 from tampering import Row, Tampered, retarget
 
 __all__ = ["CORRUPTIONS", "flip_a_byte"]
 
 VOCAB = 259
+END = 258  # the id of <|im_end|>
 
 
 # Rows against their records, the rollouts and the plan.
@@ -46,9 +45,22 @@ def _(run: Tampered) -> None:
 
 @corrupts("rows.plan")
 def _(run: Tampered) -> None:
-    path = run.out / "plan" / "part-00000.parquet"
-    table = pq.read_table(path)
-    pq.write_table(table.take(pa.array([1, 0, *range(2, table.num_rows)])), path)
+    rows = run.plan_rows(0)
+    run.write_plan(0, [rows[1], rows[0], *rows[2:]])
+
+
+@corrupts("rows.prompt")
+def _(run: Tampered) -> None:
+    def supervise_the_header(row: Row) -> None:
+        row["loss_mask"][int(np.argmax(row["loss_mask"])) - 1] = 1
+        retarget(row)
+
+    run.edit_row(supervise_the_header, row=of_finish(run, "stop"), rollout=True)
+
+
+@corrupts("rows.turns")
+def _(run: Tampered) -> None:
+    run.edit_row(lambda row: row.update(finish_reason="given", on_policy=0), rollout=True)
 
 
 # Values. An edit that a rollout shares is made in both, so that rows.rollout stays quiet.
@@ -270,13 +282,37 @@ def _(run: Tampered) -> None:
     run.edit_row(lambda row: row.update(position_offset=row["position_offset"] ^ 1))
 
 
-@corrupts("masks.length")
+@corrupts("masks.end")
 def _(run: Tampered) -> None:
-    def shorten(row: Row) -> None:
-        row["loss_mask"][np.flatnonzero(row["loss_mask"])[0]] = 0
+    def end_early(row: Row) -> None:
+        t = int(np.flatnonzero(row["loss_mask"])[2])
+        row["input_ids"][t] = END
+        if "teacher_top_ids" in row:
+            known = row["teacher_top_logprobs"][t - 1][row["teacher_top_ids"][t - 1] == END]
+            row["token_logprobs"][t] = known[0] if known.size else -50
         retarget(row)
 
-    run.edit_row(shorten, row=of_finish(run, "length"), rollout=True)
+    run.edit_row(end_early, rollout=True)
+
+
+@corrupts("masks.length")
+def _(run: Tampered) -> None:
+    """The first token of an answer that was cut by length counts as the prompt's last."""
+    name = of_finish(run, "length")
+
+    def shorten(row: Row) -> None:
+        row["loss_mask"][int(np.argmax(row["loss_mask"]))] = 0
+        retarget(row)
+
+    run.edit_row(shorten, row=name, rollout=True)
+    for index in (0, 1):
+        rollouts = {row["sample_id"]: row for row in run.rows(f"rollout-{index:05d}")}
+        planned = run.plan_rows(index)
+        for plan in planned:
+            if plan["sample_id"] == name:
+                row = rollouts[name]
+                plan["segments"][0] = row["input_ids"][: int(np.argmax(row["loss_mask"]))].tolist()
+                run.write_plan(index, planned)
 
 
 @corrupts("numbers.constant")

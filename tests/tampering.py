@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.features import k_step_targets
+from pipeline.plan import part_name, write_part
 from pipeline.schema import FOOTER_KEY, Layout
 from pipeline.shards import ShardWriter, file_sha256, ids_sha256, read_rows
+from pipeline.tasks import RowRange, ShardTask
 from pipeline.validate import validate
 from pipeline.validate.shard import Footer
 
@@ -66,7 +68,33 @@ class Tampered:
         old.unlink(missing_ok=True)
         shutil.move(staged, new)
         file = new.relative_to(self.out).as_posix()
+        before = old.relative_to(self.out).as_posix()
         self.record(name, file=file, bytes=new.stat().st_size, sha256=sha256, **changes)
+        if name.startswith("rollout"):
+            self._mend_ranges(before, file)
+
+    def _mend_ranges(self, before: str, after: str) -> None:
+        """Let the shards be made from a rollout file under its new name."""
+        ranges = self.json("plan/shards.json")
+        (self.out / "plan/shards.json").write_text(json.dumps(ranges).replace(before, after))
+        for index, (name, rows) in enumerate(sorted(self.json("plan/shards.json").items())):
+            task = ShardTask(
+                index=index, total=len(ranges), ranges=tuple(RowRange(*row) for row in rows)
+            )
+            self.record(name, inputs_sha256=task.inputs_sha256)
+
+    def plan_rows(self, index: int) -> list[Row]:
+        """The planned prompts of a rollout part."""
+        rows: list[Row] = pq.read_table(self.out / "plan" / part_name(index)).to_pylist()
+        return rows
+
+    def write_plan(self, index: int, rows: list[Row]) -> None:
+        """Plan other prompts for a rollout part, which then was made from these."""
+        part = write_part(self.out / "plan" / part_name(index), rows)
+        parts = self.json("plan/plan.json")["parts"]
+        parts[index] = part.model_dump()
+        self.edit_json("plan/plan.json", parts=parts)
+        self.record(f"rollout-{index:05d}", inputs_sha256=part.sha256)
 
     def footer(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(pq.read_schema(self.path(name)).metadata[FOOTER_KEY])

@@ -1,5 +1,6 @@
 """A tiny random Llama on disk, with a byte-level tokenizer and a ChatML template."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -45,3 +46,35 @@ def write_tiny_llama(path: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).eval().save_pretrained(path)
+
+
+def run_tiny_llama(model: Path, base: Path) -> Path:
+    """The folder of a finished run: 9 rows in, 2 rejected; 2 rollout parts, 2 shards."""
+    from pipeline.execute import LocalWorker, execute
+    from pipeline.settings import Settings
+
+    base.mkdir(exist_ok=True)
+    # Long enough that the features pass 1.5 MB, which makes two shards.
+    texts = ["Hi! " * 60, "日本語で? " * 20, "1+1 " * 80, "def f(x):\n" * 25, "Why?", "A b c " * 60]
+    rows = [
+        {"id": f"row-{i}", "messages": [{"role": "user", "content": text}]}
+        for i, text in enumerate(texts)
+    ]
+    turns = [("user", "One"), ("assistant", "x"), ("user", "Two " * 50)]
+    rows.append({"id": "turns", "messages": [{"role": r, "content": c} for r, c in turns]})
+    rows.append({"id": "empty", "messages": []})
+    lines = [*(json.dumps(row) for row in rows), "not json"]
+    prompts = base / "prompts.jsonl"
+    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    settings = Settings.check(
+        target=str(model),
+        prompts=str(prompts),
+        out=str(base / "out"),
+        max_new_tokens=96,
+        temperature=1.0,
+        seed=7,
+        rollout_rows=4,
+        shard_mb=1,
+    )
+    execute(settings, LocalWorker)
+    return base / "out"

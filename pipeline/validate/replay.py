@@ -44,11 +44,14 @@ LLAMACPP_MARGIN = 1.0
 class ReplayedRow:
     """A stored row and the same row computed again.
 
-    unshifted: teacher rows at position 0, where answers are generated, if those were greedy.
+    drawn: it was asked for, rather than in the micro-batch of one that was.
+    unshifted: of a drawn row whose answers are greedy, teacher rows at position 0, where they were
+    generated.
     """
 
     file: str
     row_id: str
+    drawn: bool
     layout: Layout
     stored: dict[str, Any]
     again: dict[str, npt.NDArray[Any]]
@@ -88,7 +91,7 @@ def columns_agree(row: ReplayedRow) -> Iterator[Problem]:
 def greedy_tokens(row: ReplayedRow) -> Iterator[Problem]:
     """Each generated token is the likeliest one, or as likely but for rounding."""
     if row.unshifted is None:
-        raise NotChecked("only rows that the scoring backend generated greedily can be checked")
+        raise NotChecked("only drawn rows that the scoring backend generated greedily are checked")
     ids, mask = row.stored["input_ids"], row.stored["loss_mask"]
     best = row.unshifted.top_logprobs[:-1, 0].numpy()
     gap = best - row.unshifted.token_logprobs[1:].numpy()
@@ -120,7 +123,9 @@ REPLAY_RULES: tuple[Rule[ReplayedRow], ...] = (
 
 
 def replay_rows(out: str | Path, target: str, count: int, seed: int) -> Iterator[ReplayedRow]:
-    """Yield `count` random rows of a run with what the target model gives for them.
+    """Yield `count` random rows of a run, and their batch mates, with what the target model gives.
+
+    A row is computed in its own micro-batch, so the rows beside it cost nothing more.
 
     Raises PipelineError if `out` is no run or `target` is not the target model it was made from.
     """
@@ -213,16 +218,16 @@ def _replay_batch(
     llamacpp = model.backend == "llamacpp"
     own_answers = manifest.fingerprint_fields.get("generated_by", model.backend) == model.backend
     for i, output in zip(batch, outputs, strict=True):
-        if i not in inside:
-            continue
         if isinstance(output, RowReject):
             raise PipelineError(f"--replay: {output.detail}")
+        drawn = i in inside
         stored = {name: values[i] for name, values in columns.items()}
-        greedy = settings.temperature == 0 and stored["on_policy"] == 1 and own_answers
+        greedy = drawn and settings.temperature == 0 and stored["on_policy"] == 1 and own_answers
         alone = [PositionedRow(stored["input_ids"], 0)]
         yield ReplayedRow(
             file=file.name,
             row_id=stored["sample_id"],
+            drawn=drawn,
             layout=layout,
             stored=stored,
             again=feature_columns(output, stored["input_ids"], stored["loss_mask"], layout),

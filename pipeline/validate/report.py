@@ -80,7 +80,8 @@ class Worst(NamedTuple):
 class Report:
     """The outcome of `validate`; sizes count the files that were read.
 
-    replay: by column, how far the replayed row was off that was furthest off.
+    replay: by column, how far the replayed row was off that was furthest off; drawn: the ids of
+    the rows that replay_seed drew (their batch mates were compared as well).
     """
 
     path: str
@@ -92,6 +93,8 @@ class Report:
     bytes: int
     seconds: float
     replay: dict[str, Worst] = field(default_factory=dict)
+    drawn: tuple[str, ...] = ()
+    replay_seed: int | None = None
 
     @property
     def ok(self) -> bool:

@@ -1,5 +1,6 @@
 """Rules on a run's own records: manifest, commits, rejects, card."""
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -23,7 +24,7 @@ def need_run(run: RunView) -> None:
         raise NotChecked("the directory has no commits/ and no manifest.json")
 
 
-def _need_manifest(run: RunView) -> Manifest:
+def need_manifest(run: RunView) -> Manifest:
     need_run(run)
     if run.manifest is None:
         raise NotChecked("manifest.json cannot be read")
@@ -44,13 +45,13 @@ def manifest_readable(run: RunView) -> Iterator[Problem]:
 
 
 def manifest_complete(run: RunView) -> Iterator[Problem]:
-    if not _need_manifest(run).complete:
+    if not need_manifest(run).complete:
         yield Problem(file=MANIFEST, column="complete", found="false", expected="true")
 
 
 def manifest_fingerprint(run: RunView) -> Iterator[Problem]:
     """The fingerprint is the digest of its fields, and the one of plan/plan.json."""
-    manifest = _need_manifest(run)
+    manifest = need_manifest(run)
     text = json.dumps(manifest.fingerprint_fields, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if manifest.fingerprint != digest:
@@ -64,7 +65,7 @@ def manifest_fingerprint(run: RunView) -> Iterator[Problem]:
 
 def manifest_commits(run: RunView) -> Iterator[Problem]:
     """The tables of the manifest are the commit records."""
-    manifest, commits = _need_manifest(run), _need_commits(run)
+    manifest, commits = need_manifest(run), _need_commits(run)
     for bad in run.bad_listed:
         if not bad.outside:
             yield Problem(file=bad.source, found=bad.reason, expected="a record")
@@ -91,7 +92,7 @@ def _compared(record: Commit | None) -> dict[str, Any]:
 
 def manifest_counts(run: RunView) -> Iterator[Problem]:
     """rows in = rows out + rows rejected; rows out and tokens are those of the records."""
-    manifest = _need_manifest(run)
+    manifest = need_manifest(run)
     shards = run.of_kind("shard")
     rejected = sum(manifest.rejected.values())
     sums = {
@@ -110,7 +111,7 @@ def manifest_counts(run: RunView) -> Iterator[Problem]:
 
 def rejects_agree(run: RunView) -> Iterator[Problem]:
     """rejects.jsonl has a line for each rejected row, those of the commits among them."""
-    manifest = _need_manifest(run)
+    manifest = need_manifest(run)
     file = "rejects.jsonl"
     try:
         lines = (run.root / file).read_bytes().splitlines()
@@ -133,18 +134,32 @@ def rejects_agree(run: RunView) -> Iterator[Problem]:
                 expected=f"{manifest.rejected.get(reason, 0)}, as in {MANIFEST}",
             )
     told = Counter(reject for record in run.records.values() for reject in record.rejects)
-    for reject, count in (told - rejects).items():
-        yield Problem(
-            file=file,
-            row=reject.sample_id,
-            found=f"{count} rejects of commits/ missing",
-            expected="all of them",
-        )
+    planned = (run.root / "plan").is_dir() and manifest.complete
+    told += Counter(plan_rejects(run) if planned else ())
+    extra = rejects - told if planned else Counter[Reject]()
+    for what, differing in (("missing", told - rejects), ("of no record", extra)):
+        for reject, count in differing.items():
+            yield Problem(
+                file=file,
+                row=reject.sample_id,
+                found=f"{count} rejects {what}",
+                expected="exactly those of commits/ and plan/rejects.jsonl",
+            )
+
+
+def plan_rejects(run: RunView) -> list[Reject]:
+    """The rows that were rejected before anything ran; what is no reject is left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (run.root / "plan" / "rejects.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(pydantic.ValidationError):
+                found.append(Reject.model_validate_json(line))
+    return found
 
 
 def card_files(run: RunView) -> Iterator[Problem]:
     """The card's YAML pins exactly the recorded files, which is what load_dataset reads."""
-    manifest = _need_manifest(run)
+    manifest = need_manifest(run)
     if not manifest.complete:
         raise NotChecked("the run is not finished")
     card = "README.md"
@@ -179,7 +194,7 @@ def _bad(bad: BadRecord) -> Problem:
 
 def one_fingerprint(run: RunView) -> Iterator[Problem]:
     """Every record, and the plan, is of the manifest's run."""
-    manifest = _need_manifest(run)
+    manifest = need_manifest(run)
     found = {f"the record of {c.name}": c.fingerprint for c in run.records.values()}
     plan = run.root / "plan" / "plan.json"
     if plan.is_file():

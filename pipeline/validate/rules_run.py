@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from pipeline.validate.folder import Kind, RunView
 from pipeline.validate.report import NotChecked, Problem, Rule, quoted
+from pipeline.validate.rules_plan import plan_part, read_planned
 from pipeline.validate.summary import FileSummary, UInt64Array, id_digest
 
 
@@ -139,15 +140,12 @@ def rollout_content(read: ReadRun) -> Iterator[Problem]:
 def planned_rows(read: ReadRun) -> Iterator[Problem]:
     """The rollouts' rows are the planned prompts in order, without those rejected."""
     rollouts = read.need_whole("rollout")
-    if not (read.run.root / "plan").is_dir():
-        raise NotChecked("the directory has no plan/")
     for summary in rollouts:
         record = summary.file.need_record()
-        part = f"plan/part-{record.name.rpartition('-')[2]}.parquet"
+        part = plan_part(record)
         try:
-            with (read.run.root / part).open("rb") as file:
-                table = pq.read_table(file, columns=["sample_id"])
-            planned = [str(i) for i in table["sample_id"].to_pylist()]
+            rows = read_planned(read.run, record, ["sample_id"])
+            planned = [str(row["sample_id"]) for row in rows]
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             yield Problem(file=part, found=f"unreadable ({error})", expected="the planned prompts")
             continue

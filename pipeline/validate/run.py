@@ -14,8 +14,10 @@ import pyarrow as pa
 from pipeline.validate.folder import open_run
 from pipeline.validate.reading import read_group
 from pipeline.validate.report import Recorder, Report, Rule, Tally, Worst
+from pipeline.validate.rules_answers import ANSWER_RULES
 from pipeline.validate.rules_files import FILE_SET_RULES
 from pipeline.validate.rules_format import FILE_RULES, HASH_RULES, READ_RULES, ReadFile
+from pipeline.validate.rules_plan import PLAN_RULES
 from pipeline.validate.rules_records import RECORD_RULES
 from pipeline.validate.rules_rows import ROW_RULES
 from pipeline.validate.rules_run import RUN_RULES, ReadRun
@@ -24,10 +26,11 @@ from pipeline.validate.rules_teacher import TEACHER_RULES
 from pipeline.validate.shard import ShardFile, files_of
 from pipeline.validate.summary import FileSummary, Summarizer
 
-GROUP_RULES = (*ROW_RULES, *STATE_RULES, *TEACHER_RULES)
+GROUP_RULES = (*ROW_RULES, *ANSWER_RULES, *STATE_RULES, *TEACHER_RULES)
 # In the order of the report; the id is the rule's name for good.
 RULES: tuple[Rule[Any], ...] = (
     *RECORD_RULES,
+    *PLAN_RULES,
     *FILE_SET_RULES,
     *FILE_RULES,
     *READ_RULES,
@@ -35,7 +38,7 @@ RULES: tuple[Rule[Any], ...] = (
     *GROUP_RULES,
 )
 # What a copy without some files cannot keep to.
-NEED_ALL_FILES = frozenset({"files.missing", "rows.order"})
+NEED_ALL_FILES = frozenset({"files.missing", "plan.files", "rows.order"})
 # One process decodes on all cores already; of less than this, others would only start.
 PARALLEL_BYTES = 10**9
 # Takes bytes done and bytes in all.
@@ -77,7 +80,7 @@ def validate(
     files = files_of(run)
     partial = allow_missing and len(files) < len(run.records)
     not_here = NEED_ALL_FILES if partial else frozenset()
-    recorder.run(_without(not_here, (*RECORD_RULES, *FILE_SET_RULES)), run)
+    recorder.run(_without(not_here, (*RECORD_RULES, *PLAN_RULES, *FILE_SET_RULES)), run)
     if not files:
         recorder.skip((*FILE_RULES, *READ_RULES, *GROUP_RULES), "there is no file to read")
     sizes = [file.path.stat().st_size for file in files]
@@ -92,9 +95,12 @@ def validate(
         left_out: list[Rule[Any]] = [r for r in RULES if r.id in not_here]
         recorder.skip(left_out, f"{missing} files are not here (--allow-missing)")
     worst: dict[str, Worst] = {}
+    drawn: list[str] = []
     if replay is not None:
         for row in replay_rows(out, replay.target, replay.rows, replay.seed):
             recorder.run(replay_rules, row)
+            if row.drawn:
+                drawn.append(row.row_id)
             for column, found in row.worst.items():
                 worst[column] = max(found, worst.get(column, found))
     shards = [s for s in summaries if s.file.kind == "shard"]
@@ -108,6 +114,8 @@ def validate(
         bytes=sum(sizes),
         seconds=round(time.monotonic() - started, 3),
         replay=worst,
+        drawn=tuple(drawn),
+        replay_seed=replay.seed if replay else None,
     )
 
 
