@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pipeline.answers import LEAST_DISTINCT, distinct_share
 from pipeline.chat import ChatRenderer
 from pipeline.errors import PipelineError
 from pipeline.models.base import Int32Array, PositionedRow, Prompt, Sampling, TargetModel
@@ -18,7 +19,6 @@ from pipeline.models.nano import HELD_OUT_NAME
 from pipeline.prompts import Message
 
 ANSWER_LIMIT = 256  # new tokens of a greedy answer
-_LEAST_DISTINCT = 0.5  # of an answer's 4-grams; a loop has fewer
 _ROWS_PER_PASS = 32
 
 
@@ -49,7 +49,7 @@ class Numbers:
             f"({self.unigram_entropy - self.loss:.3f} above the loss)\n"
             f"greedy answers   {self.answer_tokens:.1f} tokens on average\n"
             f"  end by themselves within {ANSWER_LIMIT} tokens: {self.ended:.1%}\n"
-            f"  are not loops (distinct 4-grams / 4-grams >= {_LEAST_DISTINCT}): "
+            f"  are not loops (distinct 4-grams / 4-grams >= {LEAST_DISTINCT}): "
             f"{self.not_loops:.1%}"
         )
 
@@ -86,7 +86,9 @@ def measure(
         loss=-float(logprobs.mean()),
         unigram_entropy=-float(np.sum(frequencies * np.log(frequencies))),
         ended=float(np.mean([answer.finish_reason == "stop" for answer in answers])),
-        not_loops=float(np.mean([not is_loop(answer.ids.tolist()) for answer in answers])),
+        not_loops=float(
+            np.mean([distinct_share(answer.ids) >= LEAST_DISTINCT for answer in answers])
+        ),
         answer_tokens=float(np.mean([len(answer.ids) for answer in answers])),
     )
 
@@ -104,12 +106,6 @@ def answer_logprobs(
             logprobs.append(output.teacher.token_logprobs.double().numpy()[answered])
             ids.append(row.ids[answered])
     return np.concatenate(logprobs), np.concatenate(ids)
-
-
-def is_loop(ids: Sequence[int]) -> bool:
-    """Whether fewer than half of an answer's 4-grams are distinct; short answers never are."""
-    grams = [tuple(ids[start : start + 4]) for start in range(len(ids) - 3)]
-    return len(set(grams)) < _LEAST_DISTINCT * len(grams)
 
 
 def read_held_out(folder: Path) -> list[list[Message]]:

@@ -23,7 +23,7 @@ class Conversation:
 
     Attributes:
         turns_done: answers taken so far.
-        finish_reason: of the last answer; None before the first.
+        finish_reason, answer: of the last answer; None and empty before the first.
     """
 
     def __init__(self, segments: Sequence[npt.ArrayLike], *, eos_ids: Collection[int]) -> None:
@@ -46,6 +46,7 @@ class Conversation:
         self._pending: Int32Array | None = self._segments[0]
         self.turns_done = 0
         self.finish_reason: FinishReason | None = None
+        self.answer: Int32Array = np.empty(0, np.int32)
 
     @classmethod
     def all_turns(cls, renderer: ChatRenderer, messages: Sequence[Message]) -> Conversation:
@@ -87,8 +88,8 @@ class Conversation:
         """Take the answer to `next_prompt`.
 
         ids: int32 [N], N >= 1, with a terminator as its last id iff finish_reason is "stop".
-        The conversation ends after its last turn, after an answer cut by the length limit, and
-        after a terminator that is not the one the template goes on from.
+        The conversation ends after its last turn, after an answer that a stop string or the length
+        limit ended, and after a terminator that is not the one the template goes on from.
 
         Raises ValueError: no answer is due, or ids and finish_reason contradict each other.
         """
@@ -99,7 +100,7 @@ class Conversation:
         self._append(self._pending, mask=0)
         self._append(answer, mask=1)
         self.turns_done += 1
-        self.finish_reason = finish_reason
+        self.finish_reason, self.answer = finish_reason, answer
         self._pending = None
         if finish_reason == "stop" and self.turns_done < len(self._segments):
             following = self._segments[self.turns_done]
@@ -107,7 +108,7 @@ class Conversation:
                 self._pending = following[1:]
 
     def _check_answer(self, answer: Int32Array, finish_reason: FinishReason) -> None:
-        if finish_reason not in ("stop", "length"):
+        if finish_reason not in ("stop", "stop_string", "length"):
             raise ValueError(f"a generated answer cannot have finish_reason {finish_reason!r}")
         if answer.ndim != 1 or len(answer) == 0:
             raise ValueError(f"an answer needs ids of shape [N], N >= 1, not {answer.shape}")

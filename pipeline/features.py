@@ -54,11 +54,12 @@ def teacher_rows(
     (log-softmax in float32 over all V), tail_mass float32 [N], and next_logprobs float32 [N].
     """
     logits = logits.float()
-    log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    values, ids = exact_top_k(logits, min(top_k, logits.shape[-1]))
-    top_logprobs = values - log_norm
+    logprobs = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
+    # Of the log-probabilities, not of the logits: float32 logits that differ in the last bit may
+    # come to the same log-probability, and ties are a promise about what is stored.
+    top_logprobs, ids = exact_top_k(logprobs, min(top_k, logprobs.shape[-1]))
     tail = (1.0 - top_logprobs.double().exp().sum(dim=-1)).clamp(min=0.0).float()
-    next_logprobs = (logits.gather(1, next_ids[:, None]) - log_norm)[:, 0]
+    next_logprobs = logprobs.gather(1, next_ids[:, None])[:, 0]
     return ids.int(), top_logprobs, tail, next_logprobs
 
 

@@ -1,7 +1,7 @@
 """The sizes of a target model, and the columns they give; no torch here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from pipeline.schema import Layout, bind, load_schema
@@ -13,13 +13,19 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKV:
-    """The K/V that one attention type shares: layer is the 0-based block that computes it."""
+    """The K/V that one attention type shares: layer is the 0-based block that computes it.
+
+    key_norm: least and greatest length of a K vector that the weights of k_norm allow; None
+        where K is not normed, or scaled afterwards. Read from the target's file when a run is
+        planned; a loaded model does not tell it, so it does not count in comparisons.
+    """
 
     layer: int
     kv_heads: int
     head_dim: int
     rope_type: str  # transformers' name: default, linear, llama3, yarn, proportional, …
     rope_theta: float
+    key_norm: tuple[float, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder
                 if not isinstance(row, PromptRow):
                     raise RowReject(row.reason, row.detail)
                 hasher.update(row)
-                pending.append(_planned(row, renderer, settings, longest))
+                planned = _planned(row, renderer, settings, longest)
             except RowReject as why:
                 reject = Reject(
                     source=row.source,
@@ -153,8 +153,11 @@ def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder
                 rejects.write(reject.model_dump_json() + "\n")
                 rejected[why.reason] += 1
                 first_reject = first_reject or f"; first reject: {row.source}: {why.detail}"
-            if len(pending) == settings.rollout_rows:
-                flush()
+                continue
+            for sample in _samples(planned, settings.samples_per_prompt):
+                pending.append(sample)
+                if len(pending) == settings.rollout_rows:
+                    flush()
         flush()
     if not parts:
         raise PipelineError(f"--prompts {settings.prompts}: no usable row{first_reject}")
@@ -194,6 +197,15 @@ def _planned(
         "segments": segments,
         "given_mask": mask,
     }
+
+
+def _samples(planned: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    """The rows of one prompt: itself, or `count` of them with ids of their own, so other seeds."""
+    if count == 1:
+        yield planned
+        return
+    for i in range(count):  # ids stay unique: all rows of the run have the suffix
+        yield {**planned, "sample_id": f"{planned['sample_id']}/{i}"}
 
 
 def make_plan(

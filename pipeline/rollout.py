@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.answers import StopStrings, is_degenerate
 from pipeline.conversation import Conversation
 from pipeline.errors import RowReject
 from pipeline.geometry import Geometry
@@ -36,14 +37,30 @@ def longest_row(settings: Settings, geometry: Geometry) -> int:
     return min(settings.max_length, geometry.context_length)
 
 
-def sampling_of(settings: Settings) -> Sampling:
-    """The effective sampling; the target's own generation config has no say in it."""
+def sampling_of(settings: Settings, stops: StopStrings | None = None) -> Sampling:
+    """The effective sampling; the target's own generation config has no say in it.
+
+    stops: of --stop, where there are any.
+    """
     return Sampling(
+        ended=stops,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.sampling_top_k,
     )
+
+
+def sampling_record(settings: Settings) -> dict[str, Any]:
+    """What the manifest says of sampling: the effective values."""
+    sampling = sampling_of(settings)
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": settings.stop,
+    }
 
 
 def roll_out_part(
@@ -67,7 +84,8 @@ def roll_out_part(
     planned = read_planned(task, folder)
     faults = dict(task.faults)
     open_rows = {i: row for i, row in enumerate(planned) if i not in faults}
-    rows, new_faults = answer_rows(open_rows, generate, eos_ids, longest, settings)
+    stops = StopStrings(settings.stop, tokenizer) if settings.stop else None
+    rows, new_faults = answer_rows(open_rows, generate, eos_ids, longest, settings, stops)
     faults.update(new_faults)
     rejects = [_reject(planned[i], faults[i]) for i in sorted(faults)]
     rows = [
@@ -109,6 +127,7 @@ def answer_rows(
     eos_ids: frozenset[int],
     longest: int,
     settings: Settings,
+    stops: StopStrings | None = None,
 ) -> tuple[list[Row], dict[int, RowFault]]:
     """Rows of a rollout file (without text) in the order of `planned`, and by key what failed."""
     if settings.turns == "given":
@@ -133,23 +152,50 @@ def answer_rows(
             prompts[i] = Prompt(ids, seed)
         if not prompts:
             break
-        answers = generate(list(prompts.values()), sampling_of(settings))
+        answers = generate(list(prompts.values()), sampling_of(settings, stops))
         for i, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, RowReject):
                 faults[i] = RowFault(answer.reason, answer.detail)
             else:
                 conversations[i].add_answer(answer.ids, answer.finish_reason)
         turn += 1
-    answered = [_answered_row(planned[i], c) for i, c in conversations.items() if i not in faults]
+    answered: list[Row] = []
+    for i, conversation in conversations.items():
+        if i in faults:
+            continue
+        row = _answered_row(planned[i], conversation, stops)
+        fault = _unwanted(row, settings)
+        if fault is None:
+            answered.append(row)
+        else:
+            faults[i] = fault
     return answered, faults
 
 
-def _answered_row(row: dict[str, Any], conversation: Conversation) -> Row:
+def _unwanted(row: Row, settings: Settings) -> RowFault | None:
+    """Why the user does not want an answered row."""
+    if settings.drop_degenerate and row["degenerate"]:
+        return RowFault("degenerate", "the last answer loops until it is cut (--drop-degenerate)")
+    if settings.drop_unfinished and row["finish_reason"] == "length":
+        tokens = int(np.sum(row["loss_mask"]))
+        return RowFault(
+            "unfinished", f"cut by the length limit after {tokens} tokens (--drop-unfinished)"
+        )
+    return None
+
+
+def _answered_row(
+    row: dict[str, Any], conversation: Conversation, stops: StopStrings | None
+) -> Row:
+    answer, reason = conversation.answer, conversation.finish_reason
+    ended = stops is not None and reason == "stop_string"
     return {
         "sample_id": row["sample_id"],
         "source": row["source"],
         "num_tokens": len(conversation.ids),
-        "finish_reason": conversation.finish_reason,
+        "finish_reason": reason,
+        "stop_string_start": stops.start(answer.tolist()) if ended and stops else -1,
+        "degenerate": int(is_degenerate(answer, reason or "")),
         "on_policy": 1,
         "input_ids": conversation.ids,
         "loss_mask": conversation.loss_mask,
@@ -162,6 +208,8 @@ def _given_row(row: dict[str, Any]) -> Row:
         "source": row["source"],
         "num_tokens": len(row["segments"][0]),
         "finish_reason": "given",
+        "stop_string_start": -1,
+        "degenerate": 0,
         "on_policy": 0,
         "input_ids": np.array(row["segments"][0], dtype=np.int32),
         "loss_mask": np.array(row["given_mask"], dtype=np.uint8),

@@ -23,7 +23,7 @@ from pipeline.models.load import (
     load_tokenizer,
 )
 from pipeline.plan import Plan, fingerprint_fields, make_plan
-from pipeline.rollout import longest_row, sampling_of
+from pipeline.rollout import longest_row, sampling_record
 from pipeline.settings import Settings
 from pipeline.summary import run_summary
 from pipeline.tasks import RolloutTask, Task, plan_shards
@@ -115,7 +115,7 @@ class Run:
             "generated_by": None if self.settings.turns == "given" else remote,
             "scored_by": self.spec.backend,
             "settings": self.settings.model_dump(exclude={"out"}),
-            "sampling": dataclasses.asdict(sampling_of(self.settings)),
+            "sampling": sampling_record(self.settings),
             "versions": versions(),
             "geometry": self.spec.geometry.as_dict(),
             "semantics": SEMANTICS,
@@ -135,10 +135,29 @@ class Run:
         return manifest
 
 
-def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:
-    """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
+def _check_together(settings: Settings) -> None:
+    """Options that contradict each other. Raises PipelineError."""
     if settings.rollout_endpoint is not None:
         checked_url(settings.rollout_endpoint)
+        if settings.stop:
+            raise PipelineError(
+                "--stop: a server cuts the answer's text, not its ids, at a stop string; leave out "
+                "--rollout-endpoint, or --stop"
+            )
+    if settings.samples_per_prompt > 1 and settings.turns == "given":
+        raise PipelineError("--samples-per-prompt: with --turns given nothing is sampled")
+    if settings.samples_per_prompt > 1 and settings.temperature == 0:
+        raise PipelineError(
+            f"--samples-per-prompt {settings.samples_per_prompt}: greedy answers would all be the "
+            "same; pass a --temperature above 0"
+        )
+    if not all(settings.stop):
+        raise PipelineError("--stop: an empty string would end every answer at once")
+
+
+def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:
+    """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
+    _check_together(settings)
     files = find_target(settings.target, trust_remote_code=settings.trust_remote_code)
     backend = choose_backend(files, settings.backend)
     tokenizer = load_tokenizer(files, settings.tokenizer)

@@ -72,6 +72,20 @@ class Settings(BaseModel):
     sampling_top_k: int = Field(
         0, ge=0, description="Sampling: the k likeliest tokens; 0 keeps everything."
     )
+    stop: list[str] = Field(
+        [],
+        description="Text that ends an answer, wherever its tokens are cut; give it several times "
+        "for several.",
+    )
+    samples_per_prompt: int = Field(
+        1, ge=1, description="Answers to each prompt, drawn apart: rows ID/0, ID/1, …"
+    )
+    drop_unfinished: bool = Field(
+        False, description="Reject rows whose last answer was cut by a length limit."
+    )
+    drop_degenerate: bool = Field(
+        False, description="Reject rows whose last answer loops until it is cut."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of sampling and position shifts.")
     position_shift_max: int = Field(
         8192, ge=0, description="Largest random RoPE position shift of a row; 0 is none."
@@ -157,7 +171,9 @@ def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=... if field.is_required() else field.default,
+                default=...
+                if field.is_required()
+                else field.get_default(call_default_factory=True),
                 annotation=Annotated[field.annotation, option],
             )
         )

@@ -21,6 +21,10 @@ def describe(run: "Run") -> str:
         if sampling.temperature == 0
         else f"temperature {sampling.temperature}, top-p {sampling.top_p}, top-k {sampling.top_k}"
     )
+    if settings.stop:
+        drawn += f", stops at {settings.stop}"
+    if settings.samples_per_prompt > 1:
+        drawn += f", {settings.samples_per_prompt} samples a prompt"
     backend = run.spec.backend
     if run.target["kind"] == "gguf" and backend == "transformers":
         backend += (

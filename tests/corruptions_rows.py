@@ -6,6 +6,8 @@ import numpy as np
 from corruptions import CORRUPTIONS, corrupts, edit_footer, flip_a_byte
 from tampering import Row, Tampered, retarget
 
+from pipeline.answers import is_degenerate
+
 __all__ = ["CORRUPTIONS", "flip_a_byte"]
 
 VOCAB = 259
@@ -101,6 +103,11 @@ def _(run: Tampered) -> None:
     run.edit_row(lambda row: row.update(finish_reason="eos"), rollout=True)
 
 
+@corrupts("rows.degenerate")
+def _(run: Tampered) -> None:
+    run.edit_row(lambda row: row.update(degenerate=1 - row["degenerate"]), rollout=True)
+
+
 @corrupts("rows.on_policy")
 def _(run: Tampered) -> None:
     run.edit_row(lambda row: row.update(on_policy=0), rollout=True)
@@ -143,7 +150,11 @@ def _(run: Tampered) -> None:
 
 @corrupts("masks.all")
 def _(run: Tampered) -> None:
-    run.edit_row(set_mask(1), row=of_finish(run, "length"), rollout=True)
+    def all_answer(row: Row) -> None:
+        set_mask(1)(row)
+        row["degenerate"] = int(is_degenerate(row["input_ids"], "length"))
+
+    run.edit_row(all_answer, row=of_finish(run, "length"), rollout=True)
 
 
 @corrupts("masks.terminator")

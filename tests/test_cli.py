@@ -233,7 +233,7 @@ def test_rollout_then_extract_is_the_whole_run(tiny_run: Path, tmp_path: Path) -
     words = [
         word
         for name, value in options.items()
-        if not isinstance(value, bool) and name != "max_reject_fraction"
+        if not isinstance(value, bool | list) and name != "max_reject_fraction"
         for word in ("--" + name.replace("_", "-"), str(value))
     ]
     early = run_cli("extract", *words)

@@ -166,3 +166,13 @@ def test_seeds_of_rows_and_purposes_differ() -> None:
     seeds = {row_seed(s, p, i) for s in (0, 1) for p in ("position", "turn 0") for i in ("a", "b")}
     assert len(seeds) == 8
     assert row_seed(1, "position", "a") == 0xF3C634966D043EA2  # pinned: shards depend on it
+
+
+def test_log_probabilities_that_round_to_the_same_are_a_tie() -> None:
+    """Far from 0 the difference of two logits in the last bit is lost: the lower id comes first."""
+    logits = torch.zeros((1, 300))
+    logits[0, 7], logits[0, 3] = 1.0, float(np.nextafter(np.float32(1.0), np.float32(0.0)))
+    logits[0, 100] = 30.0
+    ids, logprobs, _, following = teacher_rows(logits, torch.tensor([7]), 3)
+    assert logits[0, 7] > logits[0, 3] and logprobs[0, 1] == logprobs[0, 2] == following[0]
+    assert ids[0].tolist() == [100, 3, 7]

@@ -10,7 +10,7 @@ import pytest
 from run_files import shard_rows
 from typer.testing import CliRunner
 
-from jobs.nano_card import answer_logprobs, is_loop, read_held_out
+from jobs.nano_card import answer_logprobs, read_held_out
 from pipeline.chat import ChatRenderer
 from pipeline.cli import app
 from pipeline.execute import LocalWorker, execute
@@ -119,14 +119,6 @@ def test_the_gguf_says_the_same_through_llamacpp(gguf: Path, tmp_path: Path) -> 
     assert max(report.relative_l2.values()) < 2e-3
     quantised = load_nano(str(gguf / "gemma4-nano-Q4_K_M.gguf"), "llamacpp")
     assert 0.8 < compare(a, quantised, rows[:2], 64).argmax_agreement < 1.0
-
-
-def test_a_loop_is_an_answer_with_few_distinct_4_grams() -> None:
-    assert is_loop([1, 2] * 50)
-    assert not is_loop(list(range(100)))
-    assert not is_loop([7, 7, 7])
-    half = list(range(40)) + [5] * 44
-    assert not is_loop(half[:80]) and is_loop(half + [5] * 10)
 
 
 def test_the_card_states_its_numbers() -> None:

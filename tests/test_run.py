@@ -362,6 +362,7 @@ def test_the_targets_generation_config_does_not_override_greedy(
         "temperature": 0.0,
         "top_p": 1.0,
         "top_k": 0,
+        "stop": [],
     }
 
 

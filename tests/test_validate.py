@@ -25,7 +25,7 @@ def test_a_clean_run_has_no_finding_and_only_gemma4s_rules_are_skipped(tiny_run:
     report = validate(tiny_run)
     assert report.findings == () and report.ok
     skipped = [r.id for r in report.rules if r.status == "skipped"]
-    assert skipped == ["kv.value_norm", "teacher.softcap"]
+    assert skipped == ["kv.value_norm", "kv.key_norm", "teacher.softcap"]
     manifest = json.loads((tiny_run / "manifest.json").read_text())
     assert (report.rows, report.tokens) == (manifest["rows_out"], manifest["tokens"])
     assert report.files == len(manifest["shards"]) + len(manifest["rollouts"]) == 4
@@ -38,7 +38,7 @@ def finish_reasons(path: Path) -> list[str]:
 
 
 def test_every_rule_has_a_corruption() -> None:
-    tested = {*CORRUPTIONS, "encoding.row_group", "kv.value_norm"}
+    tested = {*CORRUPTIONS, "encoding.row_group", "kv.value_norm", "kv.key_norm"}
     assert sorted(tested) == sorted(rule.id for rule in RULES)
     assert len({rule.id for rule in RULES}) == len(RULES)
 
@@ -196,6 +196,7 @@ def test_without_commits_the_manifest_serves_as_the_record(run: Tampered) -> Non
         "manifest.commits",
         "commits.readable",
         "kv.value_norm",
+        "kv.key_norm",
         "teacher.softcap",
     }
     assert skipped["manifest.commits"] == ("the directory has no commits/",)
@@ -255,7 +256,27 @@ def test_gemma4s_values_have_rms_1_and_swapped_keys_are_found(
 
     run.edit_row(swap, row=name)
     found = validate(run.out).findings
-    assert [(f.rule, f.row, f.column) for f in found] == [("kv.value_norm", name, "sliding_value")]
+    assert [(f.rule, f.row, f.column) for f in found] == [
+        ("kv.value_norm", name, "sliding_value"),
+        ("kv.key_norm", name, "sliding_key"),
+    ]
+
+
+def test_a_key_that_k_norm_cannot_give_is_found(nano_run: Path, tmp_path: Path) -> None:
+    """gemma4-nano has trained norms, so its bounds are narrower than any wrong tensor's range."""
+    run = Tampered(nano_run, tmp_path / "out")
+    name = run.rows("train-00000")[0]["sample_id"]
+    geometry = json.loads((run.out / "manifest.json").read_text())["geometry"]
+    low, high = geometry["shared_kv"]["full"]["key_norm"]
+    assert 0 < low < high
+
+    def grow(row: Row) -> None:
+        row["full_key"][5, 0] *= 16.0  # exact in bfloat16
+
+    run.edit_row(grow, row=name)
+    (finding,) = validate(run.out).findings
+    assert (finding.rule, finding.column, finding.index) == ("kv.key_norm", "full_key", (5, 0))
+    assert finding.expected == f"length {low:.3f} to {high:.3f}, as k_norm's weights allow"
 
 
 def test_any_number_of_processes_gives_the_same_report(tiny_run: Path, tmp_path: Path) -> None:

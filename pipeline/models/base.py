@@ -4,7 +4,7 @@ Shape suffixes used in this package: B rows of a micro-batch, T tokens of a row,
 H KV heads, C head size, V vocabulary, K top-k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,17 +29,32 @@ __all__ = [
 ]
 
 Int32Array = npt.NDArray[np.int32]
-FinishReason = Literal["stop", "length", "given"]
+FinishReason = Literal["stop", "stop_string", "length", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How rollouts are drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep everything."""
+    """How rollouts are drawn. temperature 0 is greedy; top_k 0 and top_p 1 keep everything.
+
+    ended: asked after each token that is no terminator whether the answer so far, as ids, has
+        come to one of the stop strings; None where there are none.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    ended: Callable[[Sequence[int]], bool] | None = None
+
+    def finish_of(
+        self, answer: Sequence[int], eos_ids: Collection[int], limit: int
+    ) -> "FinishReason | None":
+        """Why `answer`, ids that grew by one token, ends here; None if it goes on."""
+        if answer[-1] in eos_ids:
+            return "stop"
+        if self.ended is not None and self.ended(answer):
+            return "stop_string"
+        return "length" if len(answer) >= limit else None
 
 
 class Prompt(NamedTuple):
@@ -50,7 +65,10 @@ class Prompt(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """ids: int32 [N], at most one terminator, kept as the last id iff finish_reason is stop."""
+    """ids: int32 [N], at most one terminator, kept as the last id iff finish_reason is stop.
+
+    With finish_reason stop_string the last id is the one that completed the string.
+    """
 
     ids: Int32Array
     finish_reason: FinishReason

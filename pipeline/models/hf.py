@@ -228,12 +228,11 @@ class TransformersTarget:
             stay = []
             for slot, (i, token) in enumerate(zip(active, chosen, strict=True)):
                 answers[i].append(token)
-                if token in self.eos_ids:
-                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), "stop")
-                elif len(answers[i]) >= limits[i]:
-                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), "length")
-                else:
+                reason = sampling.finish_of(answers[i], self.eos_ids, limits[i])
+                if reason is None:
                     stay.append(slot)
+                else:
+                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), reason)
             if len(stay) < len(active):
                 keep = torch.tensor(stay, dtype=torch.long, device=self.device)
                 cache.batch_select_indices(keep)

@@ -42,6 +42,7 @@ class _Slot:
     limit: int
     reserved: int
     pending: Int32Array
+    sampling: Sampling
     sampler: RowSampler
     position: int = 0
     answer: list[int] = field(default_factory=list)
@@ -90,6 +91,7 @@ class ContinuousBatch:
                 limit=limit,
                 reserved=reserved,
                 pending=prompt.ids,
+                sampling=sampling,
                 sampler=RowSampler(prompt.seed, sampling),
             )
         )
@@ -116,10 +118,9 @@ class ContinuousBatch:
             token = slot.sampler(row)
             slot.answer.append(token)
             slot.pending = np.array([token], dtype=np.int32)
-            if token in self._eos_ids:
-                finished.append((slot, "stop"))
-            elif len(slot.answer) == slot.limit:
-                finished.append((slot, "length"))
+            reason = slot.sampling.finish_of(slot.answer, self._eos_ids, slot.limit)
+            if reason is not None:
+                finished.append((slot, reason))
         for slot, _ in finished:
             self._release(slot)
         return finished

@@ -17,6 +17,7 @@ from pipeline.gguf import gguf_config, gguf_eos_ids, gguf_tokenizer, load_gguf_m
 from pipeline.models.base import Geometry, TargetModel
 from pipeline.models.hf import TransformersTarget
 from pipeline.models.hf_geometry import geometry_of, meta_model
+from pipeline.models.key_norms import with_key_norms
 from pipeline.models.llamacpp import LlamaCppTarget
 from pipeline.models.nano import NANO_FOLDER, NANO_NAME
 
@@ -115,11 +116,11 @@ def load_tokenizer(files: TargetFiles, directory: str | None = None) -> Any:
 
 
 def load_geometry(files: TargetFiles, *, backend: str, dtype: str, kv_cache_dtype: str) -> Geometry:
-    """The geometry without reading any weight."""
+    """The geometry without reading any weights but those of the norms of the shared K."""
     model = meta_model(_config(files), trust_remote_code=files.trust_remote_code)
     geometry = geometry_of(model.to(TORCH_DTYPES[dtype]))
     kv_dtype = kv_cache_dtype if backend == "llamacpp" else dtype
-    return replace(geometry, kv_dtype=kv_dtype)
+    return with_key_norms(replace(geometry, kv_dtype=kv_dtype), model, files.path)
 
 
 def load_eos_ids(files: TargetFiles, tokenizer: Any) -> frozenset[int]:

@@ -4,12 +4,14 @@ Rules then work on whole row groups at once: row r owns the tokens starts[r] to 
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from pipeline.schema import FLOAT_DTYPES, BoundColumn
 from pipeline.validate.report import NotChecked, Problem
@@ -95,14 +97,16 @@ class Group:
                 yield column
 
     def scan(self, column: BoundColumn) -> Scan:
-        """One pass over a float column, made once."""
-        if column.name not in self._scans:
-            self._scans[column.name] = scan_floats(self.arrays[column.name], column.dtype)
+        """One pass over a float column."""
         return self._scans[column.name]
 
     @cached_property
     def _scans(self) -> dict[str, Scan]:
-        return {}
+        """Of all float columns at once: numpy leaves the interpreter to the other threads."""
+        columns = list(self.float_columns())
+        with ThreadPoolExecutor(pa.cpu_count()) as pool:
+            scans = pool.map(lambda c: scan_floats(self.arrays[c.name], c.dtype), columns)
+            return {c.name: scan for c, scan in zip(columns, scans, strict=True)}
 
     def places(
         self,
@@ -167,7 +171,8 @@ def _scan_blocks(vectors: npt.NDArray[np.float32], flags: BoolArray, step: int, 
         bits = block.view(np.uint32)
         seen = np.bitwise_or.reduce(bits, axis=1)
         # A sum of finite values may overflow, but one with NaN or infinity is never finite.
-        suspects = np.flatnonzero(~np.isfinite(block.sum(axis=1)))
+        # einsum adds three times as fast as sum, which rounds better: of no use here.
+        suspects = np.flatnonzero(~np.isfinite(np.einsum("ij->i", block)))
         flags[0, start + suspects] = ~np.isfinite(block[suspects]).all(axis=1)
         flags[1, start : start + step] = (seen & 0x7FFFFFFF) == 0
         if dtype == "bfloat16":

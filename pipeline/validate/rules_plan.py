@@ -69,7 +69,9 @@ def manifest_settings(run: RunView) -> Iterator[Problem]:
         told.get("generated_by"),
         None if given else fields.get("generated_by"),
     )
-    sampling = {key: settings.get(key) for key in ("max_new_tokens", "temperature", "top_p")}
+    sampling = {
+        key: settings.get(key) for key in ("max_new_tokens", "temperature", "top_p", "stop")
+    }
     pairs["sampling"] = (
         told.get("sampling"),
         {**sampling, "top_k": settings.get("sampling_top_k")},

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from pipeline.answers import is_degenerate
 from pipeline.validate.group import BoolArray, Group, IntArray
 from pipeline.validate.report import NotChecked, Problem, Rule, quoted
 
-FINISH_REASONS = ("stop", "length", "given")
+FINISH_REASONS = ("stop", "stop_string", "length", "given")
 
 
 def _trouble(rule: str) -> Callable[[Group], Iterator[Problem]]:
@@ -33,6 +34,24 @@ def finish_reason(group: Group) -> Iterator[Problem]:
         broken,
         found=lambda r: quoted(repr(reasons[r])),
         expected=f"one of {', '.join(FINISH_REASONS)}",
+    )
+
+
+def degenerate(group: Group) -> Iterator[Problem]:
+    """The flag is a function of the last answer (pipeline/answers.py)."""
+    flags, reasons = group.scalar("degenerate"), group.scalar("finish_reason")
+    ids, mask = group.array("input_ids"), group.array("loss_mask") == 1
+    expected = np.zeros(group.rows, dtype=np.int64)
+    for row in [r for r, reason in enumerate(reasons) if reason == "length"]:
+        start, end = int(group.starts[row]), int(group.starts[row + 1])
+        gaps = np.flatnonzero(~mask[start:end])
+        answer = ids[start + (int(gaps[-1]) + 1 if gaps.size else 0) : end]
+        expected[row] = is_degenerate(answer, "length")
+    yield from group.row_problems(
+        "degenerate",
+        flags != expected,
+        found=lambda r: f"{flags[r]} with finish_reason {quoted(repr(reasons[r]))}",
+        expected="1 for a last answer that loops until it is cut, else 0",
     )
 
 
@@ -114,7 +133,9 @@ def terminator(group: Group) -> Iterator[Problem]:
     finish = np.array(reasons, dtype=object)[rows]
     ended = np.isin(ids[last], eos)
     broken = np.zeros(len(ids), dtype=np.bool_)
-    broken[last] = ((finish == "stop") & ~ended) | ((finish == "length") & ended)
+    broken[last] = ((finish == "stop") & ~ended) | (
+        ((finish == "length") | (finish == "stop_string")) & ended
+    )
 
     def expected(at: tuple[int, ...]) -> str:
         stopped = reasons[group.row_of[at[0]]] == "stop"
@@ -191,9 +212,15 @@ ROW_RULES: tuple[Rule[Group], ...] = (
     ),
     Rule(
         id="rows.finish_reason",
-        requires="finish_reason is stop, length or given",
+        requires="finish_reason is stop, stop_string, length or given",
         remedy=_EXTRACT,
         check=finish_reason,
+    ),
+    Rule(
+        id="rows.degenerate",
+        requires="degenerate is 1 iff the last answer was cut and over half its 4-grams repeat",
+        remedy=_EXTRACT,
+        check=degenerate,
     ),
     Rule(
         id="rows.on_policy",

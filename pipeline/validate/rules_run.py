@@ -132,7 +132,7 @@ def rollout_content(read: ReadRun) -> Iterator[Problem]:
     for index in np.flatnonzero(same_id & (rollouts.content[at] != shards.content)).tolist():
         yield shards.problem(
             index,
-            "input_ids, loss_mask, source, finish_reason or on_policy differ from its rollout",
+            "ids, mask, source, finish_reason, degenerate or on_policy differ from its rollout",
             "those of the rollout",
         )
 

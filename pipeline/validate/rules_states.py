@@ -11,6 +11,8 @@ from pipeline.validate.report import NotChecked, Problem, Rule
 
 # V is stored in a 16-bit dtype; its norm divides by the RMS plus 1e-6.
 V_RMS_TOLERANCE = 0.02
+# Of the longest that the weights allow: rounding of K to 16 bits, before RoPE and after.
+K_NORM_TOLERANCE = 0.02
 SAMPLED = 32  # values of a vector that are compared with the next token's
 
 
@@ -101,6 +103,28 @@ def value_norm(group: Group) -> Iterator[Problem]:
         )
 
 
+def key_norm(group: Group) -> Iterator[Problem]:
+    """k_norm makes each head's K a vector of RMS 1 times weights; RoPE only turns it."""
+    shared = group.file.need_footer().geometry.shared_kv
+    bounds = {f"{kind}_key": kv.key_norm for kind, kv in shared.items() if kv.key_norm}
+    if not bounds:
+        raise NotChecked("the target model does not norm K, or the footer does not say")
+    columns = [c for c in group.float_columns() if c.name in bounds]
+    if not columns:
+        raise NotChecked(f"{group.file.kind} files have no K")
+    for column in columns:
+        low, high = bounds[column.name] or (0.0, 0.0)
+        keys = group.array(column.name)
+        length = np.sqrt(np.einsum("thc,thc->th", keys, keys))
+        slack = K_NORM_TOLERANCE * high
+        yield from group.places(
+            column.name,
+            ~((length >= low - slack) & (length <= high + slack)),
+            found=lambda at, length=length: f"length {length[at]:.3f}",  # type: ignore[misc]
+            expected=f"length {low:.3f} to {high:.3f}, as k_norm's weights allow",
+        )
+
+
 def states_vary(group: Group) -> Iterator[Problem]:
     """A row of different tokens does not have one and the same state at all of them."""
     ids = group.array("input_ids")
@@ -146,6 +170,12 @@ STATE_RULES: tuple[Rule[Group], ...] = (
         requires="each V vector has RMS 1 where V is normed without weights (Gemma-4)",
         remedy="K and V are swapped, or V was taken before its norm: extract again",
         check=value_norm,
+    ),
+    Rule(
+        id="kv.key_norm",
+        requires="each K vector is as long as the weights of k_norm allow",
+        remedy="K was taken before its norm, or is another layer's: extract again",
+        check=key_norm,
     ),
     Rule(
         id="numbers.constant",

@@ -17,6 +17,8 @@ from pipeline.shards import file_sha256
 from pipeline.validate.folder import FOLDER_OF, CheckedGeometry, Kind, RunView, Sha256, first_error
 from pipeline.validate.report import NotChecked
 
+READ_BYTES = 2**20  # of a column chunk of a local file at a time
+
 
 class Footer(BaseModel):
     """What every file of a run says of itself under `FOOTER_KEY`; further keys may follow."""
@@ -68,9 +70,16 @@ class ShardFile:
     def open(self) -> None:
         """Read the footer of the file, and from it the layout that the file must have."""
         try:
-            # Arrow maps local files itself; others it reads through their own file object.
-            source = self.path if type(self.path) is type(Path()) else self.path.open("rb")
-            parquet = pq.ParquetFile(source, page_checksum_verification=True)
+            local = type(self.path) is type(Path())
+            source = self.path if local else self.path.open("rb")
+            parquet = pq.ParquetFile(
+                source,
+                page_checksum_verification=True,
+                # Fetching a row group's bytes first spares round trips; a disk has none, and the
+                # bytes would only be in memory longer.
+                pre_buffer=not local,
+                buffer_size=READ_BYTES if local else 0,
+            )
             raw = (parquet.schema_arrow.metadata or {}).get(FOOTER_KEY)
             self.parquet = parquet
         except Exception as error:

@@ -14,15 +14,15 @@ from pipeline.validate.report import NotChecked
 from pipeline.validate.shard import ShardFile
 
 UInt64Array = npt.NDArray[np.uint64]
-# The columns that a shard takes over from its rollout row as they are.
-CARRIED = ("source", "finish_reason", "on_policy", "input_ids", "loss_mask")
+# Scalars that a shard takes over from its rollout row as they are, besides ids and mask.
+CARRIED_SCALARS = ("source", "finish_reason", "degenerate", "on_policy")
 
 
 @dataclass(kw_only=True)
 class FileSummary:
     """16 bytes a row, so that a run of any size fits.
 
-    ids, content: uint64 [rows], digests of the sample id and of the columns in CARRIED.
+    ids, content: uint64 [rows], digests of the sample id and of what a shard takes over.
     whole: every row and column could be read; without that the digests say nothing.
     """
 
@@ -77,7 +77,7 @@ def _digest(raw: bytes) -> int:
 
 
 def _content_digests(group: Group) -> list[int]:
-    scalars: list[Any] = [group.scalar(name) for name in CARRIED[:3]]
+    scalars: list[Any] = [group.scalar(name) for name in CARRIED_SCALARS]
     ids, mask = group.array("input_ids"), group.array("loss_mask")
     digests = []
     for row, (start, stop) in enumerate(zip(group.starts[:-1], group.starts[1:], strict=True)):
