@@ -1,11 +1,13 @@
 """`pipeline report`: every number against plain loops over the rows; the page's text and safety."""
 
 import base64
+import gc
 import hashlib
 import html.parser
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from run_files import shard_rows
 from tampering import Tampered
 from typer.testing import CliRunner
 
+import pipeline.report.collect
 from pipeline.cli import app
 from pipeline.errors import PipelineError
 from pipeline.models.load import find_target, load_tokenizer
@@ -26,6 +29,7 @@ from pipeline.report.samples import SAMPLES, decoder_of, pieces
 from pipeline.report.scripts import script_of
 from pipeline.report.shares import DEPTHS
 from pipeline.report.vectors import VectorStats
+from pipeline.validate.reading import read_group
 
 Row = dict[str, Any]
 
@@ -209,6 +213,24 @@ def test_outliers_and_values_that_are_not_finite_are_counted_apart(
     for head, more in ((0, 0), (1, 1)):
         outliers = vectors_of(before, "full_key", head).outliers
         assert vectors_of(collect(run.out), "full_key", head).outliers == outliers + more
+
+
+def test_row_groups_are_let_go_of(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays that of one row group, whatever the samples and extremes keep."""
+    alive: list[weakref.ref[Any]] = []
+
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        group = read_group(*args, **kwargs)
+        # The one that the caller's loop still names, and one of the rollouts beside it.
+        assert sum(ref() is not None for ref in alive) <= 2
+        alive.append(weakref.ref(next(iter(group.arrays.values())).base))
+        return group
+
+    monkeypatch.setattr(pipeline.report.collect, "read_group", reading)
+    found = collect(tiny_run)
+    gc.collect()
+    assert len(alive) == 4 and len(found.samples) == 7
+    assert not any(ref() is not None for ref in alive)
 
 
 def test_a_hostile_position_does_not_make_a_long_table() -> None:
@@ -408,6 +430,7 @@ def test_two_runs_are_set_side_by_side(tiny_run: Path, nano_run: Path, tmp_path:
     text = Reader(page).text
     assert f"A {tiny_run}" in text and f"B {nano_run}" in text
     assert "Feature sets mtp (common/v1, mtp/v1) mtp (common/v1, mtp/v1)" in text
+    assert "Validator no findings no findings" in text
     assert re.search(r'<tr class="differs"><th scope="row">Target model</th>', page)
     assert not re.search(r'<tr class="differs"><th scope="row">Feature sets</th>', page)
     assert "--quick reads no rows" in text

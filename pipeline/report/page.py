@@ -4,7 +4,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import jinja2
@@ -48,8 +48,9 @@ def _run(data: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
     """Everything that the template asks of one run."""
     found, scale = data.found, Scale.of([run.found for run in runs])
     manifest = view.manifest_of(data.run)
+    target = view.look_up(manifest, "target", "name")
     return {
-        "name": str(view.look_up(manifest, "target", "name") or data.inspection.path),
+        "name": PurePath(str(target or data.inspection.path)).name,
         "path": data.inspection.path,
         "figures": view.figures(data),
         "facts": view.facts(data),
@@ -88,7 +89,7 @@ def _run(data: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
             "masses_answer": plots.masses(found, in_answer=True),
             "masses_row": plots.masses(found, in_answer=False),
             "acceptance": plots.acceptance(found),
-            "drafted": plots.drafted(found),
+            "drafted": plots.drafted(found, scale),
             "norms": plots.norms(found.vectors),
             "channels": _channel_plots(found.vectors),
         },
@@ -111,7 +112,12 @@ def _items(value: Any) -> list[tuple[str, str]]:
 def _compared(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
     """(name, a cell a run, whether they differ) of figures and facts."""
     tables = [
-        {name: value for name, value, _ in run["figures"]} | dict(run["facts"]) for run in shown
+        {
+            "Validator": "no findings" if run["verdict"]["ok"] else "findings",
+            **{name: value for name, value, _ in run["figures"]},
+            **dict(run["facts"]),
+        }
+        for run in shown
     ]
     names = list(dict.fromkeys(name for table in tables for name in table))
     rows = []

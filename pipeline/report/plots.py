@@ -25,6 +25,7 @@ class Scale:
     longest: int
     last_offset: int
     entropy: float
+    drafted: float
 
     @classmethod
     def of(cls, runs: Sequence[Statistics]) -> "Scale":
@@ -38,6 +39,7 @@ class Scale:
             longest=max(run.lengths.largest for run in runs),
             last_offset=max(run.offsets.largest for run in runs),
             entropy=max([m for m in means if np.isfinite(m)], default=1.0),
+            drafted=max(max(_drafted(run)) for run in runs),
         )
 
 
@@ -117,14 +119,18 @@ def acceptance(found: Statistics) -> Markup:
     )
 
 
-def drafted(found: Statistics) -> Markup:
-    values = [found.total.expected_length(depth) or 0.0 for depth in range(1, DEPTHS + 1)]
+def _drafted(found: Statistics) -> list[float]:
+    """Tokens a step at most, with 1 to DEPTHS drafts."""
+    return [found.total.expected_length(depth) or 0.0 for depth in range(1, DEPTHS + 1)]
+
+
+def drafted(found: Statistics, scale: Scale) -> Markup:
     return svg.bar_chart(
         "Tokens a step by number of drafts",
-        values,
+        _drafted(found),
         x_name="drafts",
         ticks=[Tick(k - 0.5, str(k)) for k in range(1, DEPTHS + 1)],
-        top=max(values),
+        top=scale.drafted,
         value_text="{:.2f}".format,
     )
 
