@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from run_files import shard_rows
 from tampering import Tampered
 from typer.testing import CliRunner
 
 import pipeline.report.collect
+import pipeline.report.vectors
 from pipeline.cli import app
 from pipeline.errors import PipelineError
 from pipeline.models.load import find_target, load_tokenizer
-from pipeline.report.collect import Statistics, collect
+from pipeline.report.collect import Statistics, collect, spans
 from pipeline.report.command import gather, write_report
 from pipeline.report.counts import LARGEST_INT, IntCounts, PositionMeans, position_bin
 from pipeline.report.page import render
 from pipeline.report.samples import SAMPLES, decoder_of, pieces
 from pipeline.report.scripts import script_of
-from pipeline.report.shares import DEPTHS
+from pipeline.report.shares import DEPTHS, products
 from pipeline.report.vectors import VectorStats
 from pipeline.validate.reading import read_group
 
@@ -80,6 +82,12 @@ def test_sources_and_scripts_share_out_rows_tokens_and_bytes(
     assert 0.9 * disk < found.total.disk_bytes < disk
     whole = sum(share.disk_bytes for share in found.scripts.values())
     assert whole == pytest.approx(found.total.disk_bytes)
+    first = pq.ParquetFile(tiny_run / manifest["shards"][0]["file"]).metadata.row_group(0)
+    compressed = sum(first.column(i).total_compressed_size for i in range(first.num_columns))
+    tokens = manifest["shards"][0]["tokens"]
+    assert found.scripts["Japanese"].disk_bytes == pytest.approx(
+        compressed * japanese[0]["num_tokens"] / tokens
+    )
 
 
 def test_lengths_and_offsets_are_counted_exactly(rows: list[Row], found: Statistics) -> None:
@@ -162,6 +170,17 @@ def test_acceptance_bound_is_the_mean_k_step_product(rows: list[Row], found: Sta
     )
 
 
+def test_neither_answers_nor_products_reach_into_the_next_row() -> None:
+    """Rows that begin with a supervised token, which no template gives, but a file may hold."""
+    mask = np.array([0, 1, 1, 1, 1, 0, 1], dtype=bool)
+    row_of = np.array([0, 0, 0, 1, 1, 1, 1])
+    assert spans(mask, row_of).tolist() == [-1, 0, 0, 1, 1, -1, 2]
+    top1 = np.array([0.5, 0.25, 0.9, 0.8, 0.7, 0.6, 0.1])
+    sums, counts = products(top1, mask, row_of, rows=2)
+    assert counts[:, :3].tolist() == [[2, 1, 0], [2, 0, 0]]
+    np.testing.assert_allclose(sums[:, :2], [[0.5 + 0.25, 0.5 * 0.25], [0.8 + 0.6, 0]])
+
+
 def vectors_of(found: Statistics, column: str, head: int | None) -> VectorStats:
     return next(v for v in found.vectors if (v.column, v.head) == (column, head))
 
@@ -191,6 +210,16 @@ def test_norms_and_channel_ranges_head_by_head(rows: list[Row], found: Statistic
         order = np.argsort(-norms, kind="stable")[:3]
         assert [e.norm for e in got.extremes] == pytest.approx(norms[order].tolist())
         assert (got.extremes[0].row, got.extremes[0].t) == tokens[order[0]]
+
+
+def test_vectors_taken_in_blocks_are_the_same(
+    tiny_run: Path, found: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.report.vectors, "BLOCK_VALUES", 1000)
+    for got, expected in zip(collect(tiny_run).vectors, found.vectors, strict=True):
+        assert got.extremes == expected.extremes and got.count == expected.count
+        assert got.mean == pytest.approx(expected.mean) and got.std == pytest.approx(expected.std)
+        np.testing.assert_array_equal(got.low, expected.low)
 
 
 def test_outliers_and_values_that_are_not_finite_are_counted_apart(
