@@ -75,6 +75,7 @@ def test_sources_and_scripts_share_out_rows_tokens_and_bytes(
     assert found.scripts["Japanese"].tokens == japanese[0]["num_tokens"]
     assert found.scripts["Japanese"].supervised == japanese[0]["loss_mask"].sum()
     assert found.total.rows == len(rows) == 7
+    assert found.degenerate == sum(row["degenerate"] for row in rows)
     assert found.total.tokens == sum(row["num_tokens"] for row in rows)
     manifest = json.loads((tiny_run / "manifest.json").read_text())
     disk = sum(shard["bytes"] for shard in manifest["shards"])
@@ -358,6 +359,7 @@ def test_the_page_says_what_the_run_is(tiny_run: Path, page: str, found: Statist
         "temperature 1.0",
         "full: block 1, 2 × 8, default RoPE",
         "9 rows in.",
+        f"{found.degenerate} rows are degenerate",
         "bad_json",
         "empty_conversation",
         "rules passed, 0 failed",

@@ -51,6 +51,7 @@ class Statistics:
 
     in_answer, in_row: means of entropy (nats), top-1 mass and top-k mass of the teacher rows that
     predict a supervised token, by that token's index in its answer and by the row's own index t.
+    degenerate: rows whose last answer loops.
     """
 
     sources: dict[str, Share]
@@ -60,6 +61,7 @@ class Statistics:
     offsets: IntCounts
     last_positions: IntCounts
     agreement: Agreement
+    degenerate: int
     in_answer: PositionMeans
     in_row: PositionMeans
     vectors: tuple[VectorStats, ...]
@@ -147,6 +149,7 @@ class _Totals:
         self.scripts: dict[str, Share] = defaultdict(Share)
         self.lengths, self.offsets, self.last = IntCounts(), IntCounts(), IntCounts()
         self.agreement = Agreement()
+        self.degenerate = 0
         self.in_answer, self.in_row = PositionMeans(3), PositionMeans(3)
         self.vectors: dict[str, VectorTotals] = {}
         self.sampler = Sampler()
@@ -156,6 +159,7 @@ class _Totals:
         self.lengths.add(group.lengths)
         self.offsets.add(offsets)
         self.last.add(offsets + group.lengths - 1)
+        self.degenerate += int(np.count_nonzero(group.scalar("degenerate")))
         self.sampler.add(group)
         mask = group.array("loss_mask") != 0
         index = np.arange(group.tokens) - group.starts[group.row_of]
@@ -226,6 +230,7 @@ class _Totals:
             offsets=self.offsets,
             last_positions=self.last,
             agreement=self.agreement,
+            degenerate=self.degenerate,
             in_answer=self.in_answer,
             in_row=self.in_row,
             vectors=tuple(s for totals in self.vectors.values() for s in totals.finish()),

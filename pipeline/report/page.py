@@ -64,6 +64,7 @@ def _run(data: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
         "rejects_known": data.inspection.rejects is not None,
         "rows_in": view.look_up(manifest, "rows_in"),
         "spreads": view.spread_rows(found),
+        "degenerate": found.degenerate,
         "agreement": found.agreement,
         "agreement_tokens": view.percent(found.agreement.token_share, 2),
         "agreement_answers": view.percent(found.agreement.answer_share),
