@@ -200,7 +200,7 @@ def test_norms_and_channel_ranges_head_by_head(rows: list[Row], found: Statistic
         np.testing.assert_allclose(
             [got.median, got.p99],
             np.quantile(norms, [0.5, 0.99], method="inverted_cdf"),
-            rtol=0.006,
+            rtol=0.002,
         )
         np.testing.assert_array_equal(got.low, values.min(axis=0))
         np.testing.assert_array_equal(got.high, values.max(axis=0))

@@ -12,8 +12,8 @@ FloatArray = npt.NDArray[np.float64]
 # Lengths and positions above this are counted as this: contexts end long before, and a hostile
 # file must not make the table of counts as long as it likes.
 LARGEST_INT = 2**24
-# Bins of a quantity of unknown scale: 64 an octave, so a quantile is right within 0.6 %.
-BINS_PER_OCTAVE = 64
+# Bins of a quantity of unknown scale: 256 an octave, so a quantile is right within 0.2 %.
+BINS_PER_OCTAVE = 256
 LOWEST_LOG2, HIGHEST_LOG2 = -32, 32
 # Powers of two up to LARGEST_INT: positions 0, 1, 2-3, 4-7, …
 POSITION_BINS = 26
@@ -55,7 +55,7 @@ class IntCounts:
 
 
 class LogCounts:
-    """Counts of positive numbers of any scale, in bins of a 64th of an octave."""
+    """Counts of positive numbers of any scale, in bins of a 256th of an octave."""
 
     def __init__(self) -> None:
         bins = (HIGHEST_LOG2 - LOWEST_LOG2) * BINS_PER_OCTAVE

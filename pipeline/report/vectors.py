@@ -39,7 +39,7 @@ class Channel(NamedTuple):
 class VectorStats:
     """One head of one column (head None: the column has no heads).
 
-    mean, std, smallest, largest: of the L2 norms, exact; median, p99 within 0.6 %.
+    mean, std, smallest, largest: of the L2 norms, exact; median, p99 within 0.2 %.
     outliers: vectors whose norm is 3 times the median or more, or a third of it or less.
     low, high: float64 [D], the least and greatest value of each channel.
     channels: those with the largest absolute value. not_finite: vectors left out of all this.
