@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test slow storm mutants fuzz lint llamacpp install clean
+.PHONY: demo test slow storm mutants fuzz chromium lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
@@ -48,6 +48,11 @@ mutants: install
 # Thousands of broken inputs to every reader of strangers' files.
 fuzz: install
 	$(BIN)/python tests/fuzz.py --cases $(or $(CASES),2000)
+
+# The browser of the report's slow test; without it that test is skipped.
+chromium:
+	command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+	  apt-get install -qq -y chromium; } || echo "no chromium: install your system's package"
 
 lint: install
 	$(BIN)/ruff check .

@@ -134,6 +134,24 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
         print_inspection(_console(), found)
 
 
+@app.command(epilog="Example: pipeline report /data/run -o report.html --compare /data/other")
+def report(
+    directory: Directory,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    compare: Annotated[
+        Path | None, typer.Option(metavar="DIR2", help="Another run, shown side by side.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Validate as `validate --quick` does; all else is read.")
+    ] = False,
+) -> None:
+    """Write one self-contained HTML page: what the run holds, in tables, charts and ten rows."""
+    from pipeline.report.command import write_report
+
+    write_report([directory, *([compare] if compare else [])], output, quick=quick)
+    typer.echo(f"wrote {output}")
+
+
 @app.command(epilog="Example: pipeline schema mtp")
 def schema(
     name: Annotated[

@@ -1,7 +1,7 @@
 """What the command line prints for people. Text from files is never read as rich markup."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from pipeline.validate import Finding, Report, RuleResult
 from pipeline.validate.report import quoted
 
 FINDINGS_SHOWN = 20  # of a rule, unless --all
+_BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
@@ -102,7 +103,8 @@ def _summary(report: Report) -> str:
 def print_inspection(console: Console, found: Inspection) -> None:
     """Two tables: the run, and the bytes of each column."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _inspection_lines(found):
+    blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _ASCII_BLOCKS
+    for name, value in _inspection_lines(found, blocks):
         table.add_row(Text(name, style="bold"), Text(value))
     console.print(table)
     columns = Table("column", "dtype", "shape", "disk bytes", "bytes/token", "ratio", box=None)
@@ -121,7 +123,7 @@ def print_inspection(console: Console, found: Inspection) -> None:
     console.print(columns)
 
 
-def _inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
+def _inspection_lines(found: Inspection, blocks: str) -> Iterator[tuple[str, str]]:
     finished = {True: "", False: ", not finished", None: ", no manifest"}[found.complete]
     yield "run", f"{found.path}, shards: {found.shards:,}{finished}"
     yield "rows", f"{found.rows:,}"
@@ -132,9 +134,12 @@ def _inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
         "compression",
         f"{_number(found.ratio, '{:.2f}')} ({found.logical_bytes:,} bytes in their own dtypes)",
     )
-    yield "tokens of a row", _spread(found.num_tokens)
-    yield "position offset", _spread(found.position_offset)
-    yield "last position", f"{_spread(found.last_position)}, of {found.context_length:,} in context"
+    yield "tokens of a row", _spread(found.num_tokens, blocks)
+    yield "position offset", _spread(found.position_offset, blocks)
+    yield (
+        "last position",
+        (f"{_spread(found.last_position, blocks)}, of {found.context_length:,} in context"),
+    )
     yield "finish reasons", _counts(found.finish_reasons)
     yield "on_policy", _counts(found.on_policy)
     supervised = _number(found.entropy_supervised_nats, "{:.3f}")
@@ -148,10 +153,18 @@ def _inspection_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "rejected", "unknown" if found.rejects is None else _counts(found.rejects)
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: Spread | None, blocks: str) -> str:
     if spread is None:
         return "-"
-    return f"min {spread.min:,}, median {spread.median:,.0f}, max {spread.max:,}"
+    line = sparkline(spread.histogram, blocks)
+    return f"{line} min {spread.min:,}, median {spread.median:,.0f}, max {spread.max:,}"
+
+
+def sparkline(counts: Sequence[int], blocks: str) -> str:
+    """One character a count, the higher the more; the lowest of `blocks` only for 0."""
+    top = max(counts, default=0)
+    steps = len(blocks) - 1
+    return "".join(blocks[-(-count * steps // top) if top else 0] for count in counts)
 
 
 def _counts(counts: dict[str, int]) -> str:

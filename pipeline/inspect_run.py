@@ -17,6 +17,7 @@ from pipeline.validate.reading import read_group
 from pipeline.validate.report import NotChecked
 from pipeline.validate.shard import ShardFile, files_of, first_line
 
+SPREAD_BINS = 24
 # All that the numbers below come from: a few percent of a shard's bytes.
 _READ = (
     "num_tokens",
@@ -33,17 +34,28 @@ _READ = (
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Smallest, middle and largest of a number over the rows."""
+    """Smallest, middle and largest of a number over the rows.
+
+    histogram: how many rows lie in each of SPREAD_BINS equal parts from min to max.
+    """
 
     min: int
     median: float
     max: int
+    histogram: tuple[int, ...]
 
     @classmethod
     def of(cls, values: npt.NDArray[np.int64]) -> "Spread | None":
         if not len(values):
             return None
-        return cls(min=int(values.min()), median=float(np.median(values)), max=int(values.max()))
+        low, high = int(values.min()), int(values.max())
+        counts, _ = np.histogram(values, bins=SPREAD_BINS, range=(low, max(high, low + 1)))
+        return cls(
+            min=low,
+            median=float(np.median(values)),
+            max=high,
+            histogram=tuple(counts.tolist()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from run_files import data_files, settings_of
+from run_files import data_files, settings_of, shard_rows
 from tampering import Tampered
 from typer.testing import CliRunner
 
 import pipeline.validate
 from pipeline.cli import app
-from pipeline.console import FINDINGS_SHOWN, print_report
+from pipeline.console import FINDINGS_SHOWN, print_report, sparkline
 from pipeline.errors import PipelineError
-from pipeline.inspect_run import inspect_run, teacher_entropy
+from pipeline.inspect_run import SPREAD_BINS, Spread, inspect_run, teacher_entropy
 from pipeline.schema import load_schema
 from pipeline.shards import read_rows
 from pipeline.validate import validate
@@ -28,9 +28,9 @@ from pipeline.validate import validate
 ENV = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
-def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*args: str, env: dict[str, str] = ENV) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=ENV)
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 def invoke(*args: str) -> Any:
@@ -137,6 +137,25 @@ def test_inspect_counts_what_the_rows_say(tiny_run: Path, broken: Tampered) -> N
     assert sum(c.disk_bytes for c in found.columns) < found.disk_bytes
 
 
+def test_inspect_draws_how_lengths_and_offsets_spread(tiny_run: Path) -> None:
+    found = inspect_run(tiny_run)
+    lengths = [row["num_tokens"] for row in shard_rows(tiny_run)]
+    assert found.num_tokens is not None
+    width = (max(lengths) - min(lengths)) / SPREAD_BINS
+    expected = [0] * SPREAD_BINS
+    for length in lengths:
+        expected[min(int((length - min(lengths)) / width), SPREAD_BINS - 1)] += 1
+    assert list(found.num_tokens.histogram) == expected
+    drawn = sparkline(found.num_tokens.histogram, " ▁▂▃▄▅▆▇█")
+    assert f"{drawn} min {min(lengths)}" in invoke("inspect", str(tiny_run)).output
+    assert sparkline((0, 1, 4, 8), " ▁▂▃▄▅▆▇█") == " ▁▄█"
+    assert sparkline((0, 1, 1000), " .:-=+*#@") == " .@" and sparkline((0, 0), " x") == "  "
+    same = Spread.of(np.array([5, 5]))
+    assert same is not None and sum(same.histogram) == 2 and same.max == 5
+    narrow = run_cli("inspect", str(tiny_run), env={**ENV, "PYTHONIOENCODING": "ascii"})
+    assert narrow.returncode == 0 and "@" in narrow.stdout
+
+
 def test_teacher_entropy_of_known_rows() -> None:
     with np.errstate(divide="ignore"):
         top = np.log(np.array([[0.5, 0.5], [0.5, 0.25], [1 - 1e-9, 1e-30]], dtype=np.float32))
@@ -160,7 +179,7 @@ def test_schema_lists_and_shows_every_column() -> None:
         assert column.name in shown
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect", "schema"])
+@pytest.mark.parametrize("command", ["validate", "inspect", "report", "schema"])
 def test_every_command_shows_an_example(command: str) -> None:
     assert f"Example: pipeline {command}" in invoke(command, "--help").output
 
