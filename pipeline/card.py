@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import yaml
 
 from pipeline.manifest import Commit
-from pipeline.schema import Layout, column_table
+from pipeline.schema import Layout
 
 _TEXT = """
 # Drafter features of {target}
@@ -50,12 +50,10 @@ def dataset_card(
 
 
 def _columns(layout: Layout) -> str:
-    cells = {row["name"]: row for schema in layout.schemas for row in column_table(schema)}
     lines = ["| column | dtype | shape | meaning |", "|---|---|---|---|"]
     for column in layout.columns:
         sizes = ["T" if size is None else str(size) for size in column.shape]
         shape = f"[{', '.join(sizes)}]" if sizes else "scalar"
-        meaning = cells[column.name]["meaning"]
         layer = f" (block {column.metadata['layer']})" if "layer" in column.metadata else ""
-        lines.append(f"| `{column.name}` | {column.dtype} | {shape} | {meaning}{layer} |")
+        lines.append(f"| `{column.name}` | {column.dtype} | {shape} | {column.meaning}{layer} |")
     return "\n".join(lines)

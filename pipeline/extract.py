@@ -102,7 +102,12 @@ def extract_rows(
             PositionedRow(rows[i]["input_ids"], _offset(rows[i], target.geometry, settings))
             for i in batch
         ]
-        outputs = halving(lambda some: target.forward(some, top_k=settings.topk), positioned)
+        outputs = halving(
+            lambda some: target.forward(
+                some, top_k=settings.topk, block_layers=layout.block_layers
+            ),
+            positioned,
+        )
         for i, row, output in zip(batch, positioned, outputs, strict=True):
             if isinstance(output, RowReject):
                 rejects[i] = _reject(rows[i], output.reason, output.detail)

@@ -102,6 +102,7 @@ def feature_columns(
         "teacher_top_logprobs": output.teacher.top_logprobs,
         "teacher_tail_mass": output.teacher.tail_mass,
     }
+    tensors |= {f"block_{i}_hidden": hidden for i, hidden in output.block_hidden.items()}
     for kind, (key, value) in output.shared_kv.items():
         tensors |= {f"{kind}_key": key, f"{kind}_value": value}
     arrays: dict[str, npt.NDArray[Any]] = {"input_ids": input_ids, "loss_mask": loss_mask}

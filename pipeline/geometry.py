@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from pipeline.layers import Layers
 from pipeline.schema import Layout, bind, load_schema
 
 # RoPE variants whose frequencies depend on the largest position seen: a shift changes every
@@ -35,6 +36,7 @@ class Geometry:
     shared_kv: attention type ("sliding", "full") -> the last non-shared layer of that type.
         Only the types the model has; a Llama has "full" alone, from its last layer.
     context_length: tokens; absolute positions stay below it.
+    embedding_scale: the token embeddings are multiplied with it (Gemma), 1 for most.
     hidden_dtype, kv_dtype: logical dtype of hidden states and of K/V as captured.
     """
 
@@ -45,6 +47,7 @@ class Geometry:
     context_length: int
     sliding_window: int | None
     logit_softcap: float | None
+    embedding_scale: float
     shared_kv: Mapping[str, SharedKV]
     hidden_dtype: str
     kv_dtype: str
@@ -65,9 +68,17 @@ class Geometry:
 
 
 def feature_layout(
-    geometry: Geometry, feature_sets: Sequence[str], *, top_k: int, depth: int
+    geometry: Geometry,
+    feature_sets: Sequence[str],
+    *,
+    top_k: int,
+    depth: int,
+    layers: Layers | None = None,
 ) -> Layout:
-    """The columns of a run's shards for this target model."""
+    """The columns of a run's shards for this target model: the union of its feature sets.
+
+    feature_sets: names or references (mtp, mtp/v1); layers: feature set -> blocks to hold.
+    """
     sizes = {"hidden": geometry.hidden_size, "top_k": top_k, "depth": depth}
     layer_metadata = {}
     for kind, kv in geometry.shared_kv.items():
@@ -83,4 +94,5 @@ def feature_layout(
         sizes=sizes,
         dtypes={"hidden_dtype": geometry.hidden_dtype, "kv_dtype": geometry.kv_dtype},
         layer_metadata=layer_metadata,
+        block_layers=sorted({i for blocks in (layers or {}).values() for i in blocks}),
     )

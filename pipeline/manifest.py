@@ -33,17 +33,6 @@ from pipeline.shards import check_readable, file_sha256
 from pipeline.storage import LOCK_NAME, open_storage
 
 MANIFEST_VERSION = 1
-# What the columns mean beyond their schema (DESIGN §3), for programs.
-SEMANTICS = {
-    "final_hidden": "after the final norm",
-    "layer_index": "0-based decoder block",
-    "key": "after k_norm and RoPE at position_offset + t",
-    "value": "after v_norm",
-    "teacher_row": "row t is the distribution of token t+1, temperature 1, after the soft-cap",
-    "target": "[t, k-1] is token t+k",
-    "pairing": "at last known token n: embed(x_n) with final_hidden[n-1], KV rows [:n]",
-    "draft_position": "position_offset + n for every depth",
-}
 _FILE_NAME = re.compile(r"(plan|rollouts|data)/[A-Za-z0-9._-]+\.parquet")
 _SHA256 = r"^[0-9a-f]{64}$"
 

@@ -24,6 +24,7 @@ import pipeline
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
+from pipeline.layers import Layers
 from pipeline.manifest import Reject, RunFolder
 from pipeline.prompts import PromptHasher, PromptRow, RejectedRow, read_prompts
 from pipeline.settings import Settings
@@ -82,6 +83,7 @@ def fingerprint_fields(
     eos_ids: frozenset[int],
     backend: str,
     schemas: Mapping[str, str],
+    layers: Layers,
 ) -> dict[str, Any]:
     """What decides the bytes of the data files, but for the prompts; schemas: ref -> digest."""
     return {
@@ -93,6 +95,7 @@ def fingerprint_fields(
         "chat_template_sha256": _text_sha256(renderer.template),
         "eos_ids": sorted(eos_ids),
         "schemas": dict(schemas),
+        "layers": {name: list(blocks) for name, blocks in layers.items()},
         "settings": settings.fingerprinted(),
     }
 

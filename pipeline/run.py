@@ -14,7 +14,7 @@ from pipeline.chat import ChatRenderer
 from pipeline.endpoint import checked_url
 from pipeline.errors import PipelineError
 from pipeline.gguf import read_gguf
-from pipeline.manifest import MANIFEST_VERSION, SEMANTICS, Commit, RunFolder
+from pipeline.manifest import MANIFEST_VERSION, Commit, RunFolder
 from pipeline.models.load import (
     choose_backend,
     find_target,
@@ -105,20 +105,20 @@ class Run:
                 f"{self.folder.url}: {rows_in} rows in, but {rows_out} out and "
                 f"{rejected.total()} rejected; please report this"
             )
-        remote = "endpoint" if self.settings.rollout_endpoint else self.spec.backend
+        semantics = self.spec.semantics
         manifest = {
             "manifest_version": MANIFEST_VERSION,
             "complete": complete,
             "fingerprint": self.plan.fingerprint,
             "fingerprint_fields": self.plan.fields,
             "target": dict(self.target),
-            "generated_by": None if self.settings.turns == "given" else remote,
-            "scored_by": self.spec.backend,
+            "generated_by": semantics.generated_by,
+            "scored_by": semantics.scored_by,
             "settings": self.settings.model_dump(exclude={"out"}),
             "sampling": sampling_record(self.settings),
             "versions": versions(),
             "geometry": self.spec.geometry.as_dict(),
-            "semantics": SEMANTICS,
+            "semantics": semantics.as_dict(),
             "bytes_per_token": self.spec.layout.bytes_per_token,
             "rows_in": rows_in,
             "rows_out": rows_out,
@@ -195,6 +195,7 @@ def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) 
         eos_ids=eos_ids,
         backend=backend,
         schemas={**spec.layout.digests(), **rollout_layout().digests()},
+        layers=spec.layers,
     )
     plan = make_plan(
         settings,

@@ -10,7 +10,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,8 @@ STORED_AS = {
 }
 FLOAT_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 DTYPE_SYMBOLS = frozenset({"hidden_dtype", "kv_dtype"})
+# Of the field metadata `block`.
+BLOCK_OUTPUT = "output of the 0-based decoder block"
 # The key in a Parquet footer that holds what the run says of its shards, as JSON.
 FOOTER_KEY = b"drafter_features"
 # Beside the package in a checkout, inside it in an installed wheel (pyproject.toml).
@@ -40,7 +42,11 @@ SCHEMA_ROOT = _HERE / "schemas" if (_HERE / "schemas").is_dir() else _HERE.paren
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column as the TOML states it; layer_type: it exists only in targets with such layers."""
+    """One column as the TOML states it.
+
+    layer_type: it exists only in targets with such layers (sliding, full); "block": it stands for
+    one column for each chosen decoder block, `{i}` in its name being the block.
+    """
 
     name: str
     dtype: str
@@ -112,6 +118,11 @@ class Layout:
     @property
     def bytes_per_token(self) -> int:
         return sum(column.bytes_per_token for column in self.columns)
+
+    @property
+    def block_layers(self) -> tuple[int, ...]:
+        """The 0-based blocks whose outputs it holds, rising."""
+        return tuple(int(c.metadata["block"]) for c in self.columns if "block" in c.metadata)
 
     @property
     def stored_bytes_per_token(self) -> int:
@@ -194,11 +205,13 @@ def bind(
     sizes: Mapping[str, int],
     dtypes: Mapping[str, str],
     layer_metadata: Mapping[str, Mapping[str, str]],
+    block_layers: Sequence[int] = (),
 ) -> Layout:
     """Fix the open axes and dtypes of some schemas for one run.
 
     sizes: axis name -> length; dtypes: `hidden_dtype` and `kv_dtype` -> logical dtype;
     layer_metadata: layer type the target has -> field metadata of its columns (layer, RoPE state).
+    block_layers: the blocks, rising, that each "block" column stands for.
     Scalars and short columns come first, so that viewers and projections find them at once.
     Raises PipelineError if two schemas disagree on a column.
     """
@@ -207,6 +220,7 @@ def bind(
         for column in schema.columns:
             if columns.setdefault(column.name, column) != column:
                 raise PipelineError(f"column {column.name!r} of {schema.ref} is defined otherwise")
+    single = [part for c in columns.values() for part in _single(c, block_layers, layer_metadata)]
     bound = [
         BoundColumn(
             name=c.name,
@@ -214,13 +228,34 @@ def bind(
             axes=c.shape,
             shape=tuple(None if axis == "T" else sizes[axis] for axis in c.shape),
             meaning=c.meaning,
-            metadata=layer_metadata[c.layer_type] if c.layer_type else {},
+            metadata=metadata,
         )
-        for c in columns.values()
-        if c.layer_type is None or c.layer_type in layer_metadata
+        for c, metadata in single
     ]
     bound.sort(key=lambda c: len(c.shape))
     return Layout(schemas=tuple(schemas), columns=tuple(bound))
+
+
+def _single(
+    column: Column, block_layers: Sequence[int], layer_metadata: Mapping[str, Mapping[str, str]]
+) -> list[tuple[Column, Mapping[str, str]]]:
+    """The columns of a run that one of the TOML stands for, with their field metadata."""
+    if column.layer_type is None:
+        return [(column, {})]
+    if column.layer_type != "block":
+        metadata = layer_metadata.get(column.layer_type)
+        return [] if metadata is None else [(column, metadata)]
+    return [
+        (
+            replace(
+                column,
+                name=column.name.replace("{i}", str(i)),
+                meaning=column.meaning.replace("block i", f"block {i}"),
+            ),
+            {"block": str(i), "layer_convention": BLOCK_OUTPUT},
+        )
+        for i in block_layers
+    ]
 
 
 def column_table(schema: Schema) -> list[dict[str, str]]:

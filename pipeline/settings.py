@@ -10,6 +10,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import PipelineError, exit_on_error
+from pipeline.layers import parse_features
 
 # Settings that do not change a byte of the data files.
 NOT_IN_FINGERPRINT = frozenset(
@@ -28,7 +29,7 @@ NOT_IN_FINGERPRINT = frozenset(
 )
 # Settings that stand in the fingerprint by what they come to: content digests, backend used.
 FINGERPRINTED_BY_CONTENT = frozenset(
-    {"target", "prompts", "tokenizer", "chat_template", "backend", "rollout_endpoint"}
+    {"target", "prompts", "tokenizer", "chat_template", "backend", "rollout_endpoint", "layers"}
 )
 
 
@@ -55,7 +56,14 @@ class Settings(BaseModel):
     tokenizer: str | None = Field(
         None, description="Directory of a Hugging Face tokenizer to use in place of the target's."
     )
-    features: Literal["mtp"] = Field("mtp", description="Feature set to extract.")
+    features: str = Field(
+        "mtp", description="Feature sets to extract, in one pass: mtp, dspark, eagle3, with commas."
+    )
+    layers: list[str] = Field(
+        [],
+        description="Blocks whose outputs a feature set holds, 0-based, not the usual ones: "
+        "eagle3=1,14,26. Once for each set.",
+    )
     turns: Literal["all", "last", "given"] = Field(
         "all",
         description="Assistant turns the target model answers anew: all, only the last, or none "
@@ -140,6 +148,11 @@ class Settings(BaseModel):
     dry_run: bool = Field(
         False, description="Plan, measure a few rows, print the forecast, write nothing."
     )
+
+    @pydantic.field_validator("features")
+    @classmethod
+    def _in_order(cls, text: str) -> str:
+        return ",".join(parse_features(text))
 
     @classmethod
     def check(cls, **values: Any) -> "Settings":

@@ -11,6 +11,7 @@ from pipeline.errors import PipelineError, no_space
 from pipeline.extract import extract_rows, extract_shard, rollout_rows, row_groups
 from pipeline.forecast import Probe, peak_memory
 from pipeline.geometry import Geometry, feature_layout
+from pipeline.layers import Layers, choose_layers, parse_features
 from pipeline.manifest import Commit, RunFolder
 from pipeline.models.load import find_target, load_target, load_tokenizer
 from pipeline.plan import write_part
@@ -23,6 +24,7 @@ from pipeline.rollout import (
     roll_out_part,
 )
 from pipeline.schema import Layout, bind, load_schema
+from pipeline.semantics import Semantics, semantics_of
 from pipeline.settings import Settings
 from pipeline.tasks import RolloutTask, ShardTask, Trial, Unit, plan_shards
 
@@ -38,12 +40,32 @@ class WorkerSpec:
     fingerprint: str
 
     @property
+    def feature_sets(self) -> tuple[str, ...]:
+        return parse_features(self.settings.features)
+
+    @property
+    def layers(self) -> Layers:
+        """The blocks that feature sets hold. Raises PipelineError where --layers is wrong."""
+        return choose_layers(self.feature_sets, self.settings.layers, self.geometry.num_layers)
+
+    @property
     def layout(self) -> Layout:
         return feature_layout(
             self.geometry,
-            self.settings.features.split(","),
+            self.feature_sets,
             top_k=self.settings.topk,
             depth=self.settings.depth,
+            layers=self.layers,
+        )
+
+    @property
+    def semantics(self) -> Semantics:
+        remote = "endpoint" if self.settings.rollout_endpoint else self.backend
+        return semantics_of(
+            self.geometry,
+            layers=self.layers,
+            generated_by=None if self.settings.turns == "given" else remote,
+            scored_by=self.backend,
         )
 
     @property
@@ -53,9 +75,10 @@ class WorkerSpec:
             "fingerprint": self.fingerprint,
             "backend": self.backend,
             "geometry": self.geometry.as_dict(),
-            "features": self.settings.features,
+            "features": ",".join(self.feature_sets),
             "top_k": self.settings.topk,
             "depth": self.settings.depth,
+            "semantics": self.semantics.as_dict(),
         }
 
     @property
@@ -64,8 +87,7 @@ class WorkerSpec:
 
     @property
     def shard_footer(self) -> dict[str, Any]:
-        names = ("common", *self.settings.features.split(","))
-        return {**self.footer, "schemas": _digests(*names)}
+        return {**self.footer, "schemas": _digests("common", *self.feature_sets)}
 
 
 def _digests(*schemas: str) -> dict[str, str]:

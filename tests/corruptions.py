@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow.parquet as pq
 from tampering import Tampered
 
-from pipeline.manifest import SEMANTICS
 from pipeline.schema import FOOTER_KEY
 
 CORRUPTIONS: dict[str, Callable[[Tampered], None]] = {}
@@ -68,7 +67,7 @@ def _(run: Tampered) -> None:
 
 @corrupts("manifest.settings")
 def _(run: Tampered) -> None:
-    run.edit_json("manifest.json", semantics={**SEMANTICS, "draft_position": "n - 1"})
+    run.edit_json("manifest.json", scored_by="llamacpp")
 
 
 @corrupts("plan.files")

@@ -236,8 +236,9 @@ def _(run: Tampered) -> None:
 def _(run: Tampered) -> None:
     for name in ("rollout-00000", "rollout-00001", "train-00000", "train-00001"):
         geometry = {**run.footer(name)["geometry"], "logit_softcap": 0.5}
-        edit_footer(run, name, geometry=geometry)
-    run.edit_json("manifest.json", geometry=geometry)
+        semantics = {**run.footer(name)["semantics"], "logit_softcap": 0.5}
+        edit_footer(run, name, geometry=geometry, semantics=semantics)
+    run.edit_json("manifest.json", geometry=geometry, semantics=semantics)
 
 
 @corrupts("teacher.first_token")

@@ -61,7 +61,13 @@ def shard_rows(out: Path) -> list[dict[str, Any]]:
     manifest = json.loads((out / "manifest.json").read_text())
     settings = settings_of(out)
     geometry = geometry_of_files(find_target(settings.target), settings)
-    layout = feature_layout(geometry, ["mtp"], top_k=settings.topk, depth=settings.depth)
+    layout = feature_layout(
+        geometry,
+        settings.features.split(","),
+        top_k=settings.topk,
+        depth=settings.depth,
+        layers=manifest["semantics"]["layers"],
+    )
     return [
         row
         for shard in manifest["shards"]

@@ -27,6 +27,7 @@ def geometry(*, context_length: int = 100, rope_type: str = "default") -> Geomet
         context_length=context_length,
         sliding_window=None,
         logit_softcap=None,
+        embedding_scale=1.0,
         shared_kv={"full": kv},
         hidden_dtype="float32",
         kv_dtype="float32",

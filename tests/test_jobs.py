@@ -139,6 +139,8 @@ def arguments(settings: Settings, **changes: Any) -> list[str]:
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             words += [option] * value
+        elif isinstance(value, list):
+            words += [word for part in value for word in (option, str(part))]
         else:
             words += [option, str(value)]
     return words

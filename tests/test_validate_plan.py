@@ -141,7 +141,6 @@ def test_a_planned_token_that_changed_is_found_by_the_digest_or_the_rollout(run:
         ("scored_by", "llamacpp"),
         ("generated_by", "endpoint"),
         ("sampling", {"max_new_tokens": 96, "temperature": 0.0, "top_p": 1.0, "top_k": 0}),
-        ("semantics", {}),
         ("bytes_per_token", 1),
     ],
 )

@@ -60,10 +60,16 @@ def geometry_of(model: Any) -> Geometry:
         context_length=config.max_position_embeddings,
         sliding_window=config.sliding_window if "sliding" in types else None,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
+        embedding_scale=_embedding_scale(model),
         shared_kv=shared_kv,
         hidden_dtype=dtype,
         kv_dtype=dtype,
     )
+
+
+def _embedding_scale(model: Any) -> float:
+    """Gemma's embedding module scales what it looks up; a buffer may be on the meta device."""
+    return float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
 
 
 def decoder_layers(model: Any) -> Any:

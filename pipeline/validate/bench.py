@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from pipeline.geometry import Geometry, SharedKV, feature_layout
 from pipeline.schema import BoundColumn, Layout, load_schema
+from pipeline.semantics import semantics_of
 from pipeline.shards import ShardWriter, file_sha256
 from pipeline.validate.run import validate
 
@@ -40,6 +41,7 @@ E4B = Geometry(
     context_length=131072,
     sliding_window=512,
     logit_softcap=30.0,
+    embedding_scale=2560**0.5,
     shared_kv=_KV,
     hidden_dtype="bfloat16",
     kv_dtype="bfloat16",
@@ -76,6 +78,9 @@ def write_shard(path: Path, layout: Layout, rows: int, seed: int) -> None:
         "features": "mtp",
         "top_k": TOP_K,
         "depth": DEPTH,
+        "semantics": semantics_of(
+            E4B, layers={}, generated_by="transformers", scored_by="transformers"
+        ).as_dict(),
         "schemas": {s.ref: s.digest for s in map(load_schema, ("common", "mtp"))},
     }
     with ShardWriter(path, layout, footer) as writer:

@@ -214,7 +214,10 @@ def _replay_batch(
     positioned = [
         PositionedRow(columns["input_ids"][i], columns["position_offset"][i]) for i in batch
     ]
-    outputs = halving(lambda some: model.forward(some, top_k=settings.topk), positioned)
+    outputs = halving(
+        lambda some: model.forward(some, top_k=settings.topk, block_layers=layout.block_layers),
+        positioned,
+    )
     llamacpp = model.backend == "llamacpp"
     own_answers = manifest.fingerprint_fields.get("generated_by", model.backend) == model.backend
     for i, output in zip(batch, outputs, strict=True):

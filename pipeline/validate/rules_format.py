@@ -66,6 +66,8 @@ def footer_settings(file: ShardFile) -> Iterator[Problem]:
         "top_k": (footer.top_k, settings.get("topk")),
         "depth": (footer.depth, settings.get("depth")),
     }
+    semantics = (manifest.model_extra or {}).get("semantics")
+    pairs["semantics"] = (footer.semantics.as_dict(), semantics)
     told = manifest.geometry.as_dict()
     for key, value in footer.geometry.as_dict().items():
         pairs[f"geometry.{key}"] = (value, told[key])

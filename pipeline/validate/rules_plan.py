@@ -11,8 +11,9 @@ import pydantic
 
 from pipeline.errors import PipelineError
 from pipeline.geometry import feature_layout
-from pipeline.manifest import SEMANTICS, Commit
+from pipeline.manifest import Commit
 from pipeline.plan import PLAN_SCHEMA, Plan, part_name
+from pipeline.semantics import semantics_of
 from pipeline.tasks import RowRange, ShardTask
 from pipeline.validate.folder import Manifest, RunView, first_error
 from pipeline.validate.report import NotChecked, Problem, Rule
@@ -76,11 +77,31 @@ def manifest_settings(run: RunView) -> Iterator[Problem]:
         told.get("sampling"),
         {**sampling, "top_k": settings.get("sampling_top_k")},
     )
-    pairs["semantics"] = (told.get("semantics"), SEMANTICS)
+    pairs["semantics"] = (told.get("semantics"), _semantics(manifest))
     pairs["bytes_per_token"] = (told.get("bytes_per_token"), _bytes_per_token(manifest))
     for key, (found, expected) in pairs.items():
         if found != expected:
             yield Problem(file=MANIFEST, column=key, found=str(found), expected=str(expected))
+
+
+def _layers(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Of the fingerprint. Raises ValueError where it has none that can be read."""
+    layers = manifest.fingerprint_fields.get("layers")
+    return pydantic.TypeAdapter(dict[str, tuple[int, ...]]).validate_python(layers)
+
+
+def _semantics(manifest: Manifest) -> dict[str, Any] | str:
+    """What this code writes for a run of these fields."""
+    fields, given = manifest.fingerprint_fields, manifest.settings.get("turns") == "given"
+    try:
+        return semantics_of(
+            manifest.geometry,
+            layers=_layers(manifest),
+            generated_by=None if given else fields.get("generated_by"),
+            scored_by=str(fields.get("backend")),
+        ).as_dict()
+    except ValueError:
+        return "what the fingerprint's layers and the geometry give"
 
 
 def _bytes_per_token(manifest: Manifest) -> int | str:
@@ -91,6 +112,7 @@ def _bytes_per_token(manifest: Manifest) -> int | str:
             str(settings["features"]).split(","),
             top_k=int(settings["topk"]),
             depth=int(settings["depth"]),
+            layers=_layers(manifest),
         )
         return layout.bytes_per_token
     except (PipelineError, LookupError, TypeError, ValueError):

@@ -13,6 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.geometry import feature_layout
 from pipeline.manifest import Commit
 from pipeline.schema import FOOTER_KEY, BoundColumn, Layout, bind, load_schema
+from pipeline.semantics import Semantics
 from pipeline.shards import file_sha256
 from pipeline.validate.folder import FOLDER_OF, CheckedGeometry, Kind, RunView, Sha256, first_error
 from pipeline.validate.report import NotChecked
@@ -31,6 +32,7 @@ class Footer(BaseModel):
     top_k: int = Field(ge=1)
     depth: int = Field(ge=1)
     schemas: dict[str, str]
+    semantics: Semantics
 
     @property
     def kind(self) -> Kind:
@@ -43,7 +45,13 @@ class Footer(BaseModel):
             return bind(schemas, sizes={}, dtypes={}, layer_metadata={})
         newest = {ref.partition("/")[0]: ref for ref in sorted(self.schemas)}
         wanted = [newest.get(name, name) for name in self.features.split(",")]
-        return feature_layout(self.geometry, wanted, top_k=self.top_k, depth=self.depth)
+        return feature_layout(
+            self.geometry,
+            wanted,
+            top_k=self.top_k,
+            depth=self.depth,
+            layers=self.semantics.layers,
+        )
 
 
 @dataclass(kw_only=True)
