@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 DEMO := .demo
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test slow storm mutants fuzz chromium lint llamacpp install clean
+.PHONY: demo test slow storm mutants fuzz overfit chromium lint llamacpp install clean
 install: $(VENV)/installed
 
 # torch first and alone: its pinned build must be there before anything asks for a newer one.
@@ -44,6 +44,10 @@ storm: install
 # Breaks valid runs in hundreds of ways; the validator must find each one.
 mutants: install
 	$(BIN)/python tests/mutants.py --count $(or $(COUNT),400) --seed 1
+
+# Trains a small drafter on extracted features and drafts with it, rightly and wrongly paired.
+overfit: install
+	$(BIN)/python tests/overfit.py
 
 # Thousands of broken inputs to every reader of strangers' files.
 fuzz: install

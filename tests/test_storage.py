@@ -14,11 +14,13 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+import torch
 from run_files import data_files, settings_of
 
 from pipeline import remote_storage
 from pipeline.errors import PipelineError, StorageError
 from pipeline.execute import LocalWorker, execute
+from pipeline.loading import FeatureDataset, FeatureStream
 from pipeline.manifest import RunFolder
 from pipeline.storage import Storage, open_storage
 from pipeline.validate import validate
@@ -219,6 +221,13 @@ def test_validate_reads_a_run_on_s3(tiny_run: Path, bucket: str) -> None:
     for path in tiny_run.rglob("*"):
         if path.is_file() and ".staging" not in path.parts:
             storage.replace(path.relative_to(tiny_run).as_posix(), path.read_bytes())
+    here, there = FeatureDataset(tiny_run), FeatureDataset(bucket, verify_sha256=True)
+    assert len(here) == len(there) == 7
+    for row, other in zip(
+        (here[i] for i in range(7)), FeatureStream(bucket, shuffle=False), strict=True
+    ):
+        assert row["sample_id"] == other["sample_id"]
+        assert torch.equal(row["full_key"], other["full_key"])
     local, remote = validate(tiny_run).as_dict(), validate(bucket).as_dict()
     assert {**local, "path": "", "seconds": 0} == {**remote, "path": "", "seconds": 0}
     first = next(iter(storage.list("data")))
