@@ -152,6 +152,38 @@ def report(
     typer.echo(f"wrote {output}")
 
 
+@app.command(epilog="Example: pipeline vocab /data/run --size 65536 -o /data/vocab --markov")
+def vocab(
+    directory: DirectoryOrUrl,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
+    size: Annotated[int, typer.Option(min=1, help="Tokens of the draft vocabulary.")] = 65536,
+    must_include: Annotated[
+        str, typer.Option(help="Whole groups of tokens: japanese,math,symbols,code.")
+    ] = "",
+    markov: Annotated[
+        bool, typer.Option("--markov", help="Also count which tokens follow which.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Where the tokenizer is, if not where the run had it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose a drafter's vocabulary from a run's answers: t2d, d2t and what they cover."""
+    from pipeline.vocab.command import write_vocab
+
+    report = write_vocab(
+        directory,
+        output,
+        size=size,
+        must_include=[name.strip() for name in must_include.split(",") if name.strip()],
+        markov=markov,
+        target=target,
+        console=_console(quiet=as_json),
+    )
+    if as_json:
+        _print_json(report)
+
+
 @app.command(epilog="Example: pipeline schema mtp")
 def schema(
     name: Annotated[
