@@ -195,12 +195,23 @@ def export(
         Literal["dspark", "eagle3"] | None,
         typer.Option(help="Whose blocks; by format if absent."),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Blocks to export, as 1,14,26; if absent, the set's but the last block."),
+    ] = None,
+    vocab: Annotated[
+        Path | None, typer.Option(help="A draft vocabulary to write too (`pipeline vocab`).")
+    ] = None,
 ) -> None:
     """Write a run's rows in the format that another trainer reads."""
     from pipeline.export import export_run
 
-    rows = export_run(directory, output, to, features)
-    typer.echo(f"wrote {rows:,} rows for {to} to {output}")
+    done = export_run(directory, output, to, features, layers=layers, vocab=vocab)
+    typer.echo(f"wrote {done.rows:,} rows for {to} to {output}")
+    if done.left_out:
+        typer.echo(f"left out {len(done.left_out):,} rows that its reader refuses (export.json)")
+    ids = " ".join(map(str, done.layer_ids))
+    typer.echo(f"block outputs {list(done.blocks)}; for {to}, {done.layer_option}: {ids}")
 
 
 @app.command(epilog="Example: pipeline split /data/run --parts 4 -o /data/sets")
