@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.errors import PipelineError
 from pipeline.execute import LocalWorker, execute
-from pipeline.export import export_run
+from pipeline.export import deepspec, export_run
 from pipeline.loading import FeatureDataset, FeatureStream
 from pipeline.models.nano import NANO_FOLDER
 from pipeline.settings import Settings
@@ -238,21 +238,29 @@ def test_blocks_by_choice(run: Path, rows: list[dict[str, Any]], tmp_path: Path)
         export_run(str(run), tmp_path / "b", "specforge", layers="1,3")
 
 
+@pytest.mark.parametrize(("shard_bytes", "shards"), [(deepspec.SHARD_BYTES, 1), (500_000, 6)])
 def test_deepspec_cache_is_read_as_its_format_says(
-    run: Path, rows: list[dict[str, Any]], tmp_path: Path
+    run: Path,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shard_bytes: int,
+    shards: int,
 ) -> None:
+    monkeypatch.setattr(deepspec, "SHARD_BYTES", shard_bytes)
     assert export_run(str(run), tmp_path / "out", "deepspec").rows == 6
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["num_shards"] == len(manifest["shards"]) == shards
     assert manifest["target_layer_ids"] == [1, 2, 3, 4, 5] and manifest["hidden_size"] == 256
     assert manifest["index_record_size"] == 56 and manifest["num_samples"] == 6
     index = (tmp_path / "out" / "samples.idx").read_bytes()
-    shards = [(tmp_path / "out" / s["file_name"]).read_bytes() for s in manifest["shards"]]
+    files = [(tmp_path / "out" / s["file_name"]).read_bytes() for s in manifest["shards"]]
     for i, row in enumerate(rows):
         number, shard, length, *offsets = struct.unpack_from("<QIIQQQQQ", index, 56 * i)
         assert (number, length) == (i, len(row["input_ids"]))
 
         def read(place: int, kind: str, count: int, shard: int = shard) -> Any:
-            return np.frombuffer(shards[shard], kind, count, offsets[place])  # noqa: B023
+            return np.frombuffer(files[shard], kind, count, offsets[place])  # noqa: B023
 
         assert read(0, "<i4", length).tolist() == row["input_ids"].tolist()
         assert read(1, "u1", length).tolist() == [1] * length

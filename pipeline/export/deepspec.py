@@ -12,10 +12,10 @@ from pipeline.loading.reading import Row
 
 INDEX_RECORD = struct.Struct("<QIIQQQQQ")  # row, shard, tokens, five offsets
 CACHE_VERSION = 2
-SHARD_BYTES = 2**32
+SHARD_BYTES = 2**32  # a shard at most, or one row
 
 
-def to_deepspec(source: Source, out: Path, *, shard_bytes: int = SHARD_BYTES) -> int:
+def to_deepspec(source: Source, out: Path) -> int:
     """shard-N.bin, samples.idx and manifest.json; states as bfloat16, whatever they were."""
     if source.vocab is not None:
         raise PipelineError("--vocab: deepspec's cache has no place for a draft vocabulary")
@@ -26,7 +26,7 @@ def to_deepspec(source: Source, out: Path, *, shard_bytes: int = SHARD_BYTES) ->
             for count, row in enumerate(source.rows(), 1):
                 parts = _parts(source, row)
                 width = row["final_hidden"].shape[1]
-                if handle is None or (offset and offset + sum(map(len, parts)) > shard_bytes):
+                if handle is None or (offset and offset + sum(map(len, parts)) > SHARD_BYTES):
                     if handle is not None:
                         handle.close()
                     handle = (out / f"shard-{shards:05d}.bin").open("wb")
