@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k
 from pipeline.models.base import PositionedRow, Prompt, Sampling
-from pipeline.models.hf import TransformersTarget
+from pipeline.models.hf import TransformersTarget, generation_batches
 from pipeline.models.load import spread
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma4"]
@@ -397,3 +397,10 @@ def test_a_model_spread_by_accelerate_gives_the_same(architecture: str) -> None:
         for kind, (key, value) in other.shared_kv.items():
             assert torch.equal(one.shared_kv[kind][0], key)
             assert torch.equal(one.shared_kv[kind][1], value)
+
+
+def test_prompts_that_decode_together_are_of_like_length() -> None:
+    batches = generation_batches([40, 826, 36, 700, 61, *[50] * 40])
+    assert sorted(i for batch in batches for i in batch) == list(range(45))
+    assert batches[-1] == [3, 1] and all(len(batch) <= 32 for batch in batches)
+    assert generation_batches([]) == []
