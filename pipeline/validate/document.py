@@ -20,6 +20,8 @@ WHY = {
     "footer": "A file says itself which run, geometry and settings it is of; files of two runs "
     "look alike.",
     "schema": "A column of another type, order or meaning is read without complaint.",
+    "semantics": "With another pairing, norm side or position than the trainer expects the loss "
+    "looks perfect and nothing is accepted; a block off by one is a neighbour's numbers.",
     "encoding": "Row groups that do not fit into memory, footers that grow, codecs that other "
     "readers lack.",
     "rows": "Rows lost, doubled or exchanged change the data mix; a row whose columns differ in "
