@@ -11,6 +11,7 @@ import pytest
 from datasets import Array2D, Array3D, Features, List, Value
 
 from pipeline.errors import PipelineError
+from pipeline.layers import FEATURE_SETS, LAYERED_SETS
 from pipeline.schema import FOOTER_KEY, bind, column_table, load_schema, schema_refs
 
 # A released schema never changes: make a new version instead, and pin it here.
@@ -33,6 +34,17 @@ def test_a_column_means_the_same_in_every_schema() -> None:
         for column in load_schema(ref).columns:
             same = seen.setdefault(column.name, column)
             assert (column.dtype, column.shape) == (same.dtype, same.shape), column.name
+
+
+def test_every_feature_set_has_a_schema_and_those_with_blocks_take_layers() -> None:
+    sets = [ref for ref in schema_refs() if ref.split("/")[0] not in ("common", "rollout")]
+    assert {ref.split("/")[0] for ref in sets} == set(FEATURE_SETS)
+    blocks = {
+        ref.split("/")[0]
+        for ref in sets
+        if any(column.layer_type == "block" for column in load_schema(ref).columns)
+    }
+    assert blocks == set(LAYERED_SETS)
 
 
 def test_a_name_alone_is_its_newest_version_and_an_unknown_one_is_named() -> None:
