@@ -184,13 +184,12 @@ def _(run: Tampered) -> None:
 
 @corrupts("semantics.known")
 def _(run: Tampered) -> None:
-    semantics = run.footer("train-00000")["semantics"]
-    staged = run.out / ".staging" / "unknown"
-    table = pq.read_table(run.path("train-00000"))
-    footer = {**run.footer("train-00000"), "semantics": {**semantics, "pairing": "h_n with x_n"}}
-    metadata = {**table.schema.metadata, FOOTER_KEY: json.dumps(footer).encode()}
-    pq.write_table(table.replace_schema_metadata(metadata), staged)
-    run.replace_file("train-00000", staged)
+    for name in ("rollout-00000", "train-00000"):
+        semantics = {**run.footer(name)["semantics"], "pairing": "h_n with x_n"}
+        table = pq.read_table(run.path(name))
+        footer = json.dumps({**run.footer(name), "semantics": semantics}).encode()
+        metadata = {**table.schema.metadata, FOOTER_KEY: footer}
+        run.write_table(name, table.replace_schema_metadata(metadata))
 
 
 @corrupts("semantics.model")

@@ -155,7 +155,8 @@ def test_the_last_block_of_a_llama_is_before_the_final_norm(
     given = settings(prompts, out, target=str(tiny_llama_dir), features="dspark,eagle3")
     execute(given.model_copy(update={"layers": chosen}), LocalWorker, progress)
     assert "hidden 32, dspark blocks 0, eagle3 blocks 0 1; float32" in "".join(said)
-    assert validate(out, replay=Replay(9, str(tiny_llama_dir))).ok
+    report = validate(out, replay=Replay(9, str(tiny_llama_dir)))
+    assert report.ok and report.replay["block_1_hidden"].error == 0.0
     model = model_of(str(tiny_llama_dir))
     for row in shard_rows(out):
         assert not {"target_ids", "full_key"} & row.keys()  # of mtp alone
@@ -188,7 +189,8 @@ def test_llamacpp_runs_store_its_own_block_outputs(every_set_run: Path, tmp_path
         prompts, tmp_path / "out", target=gguf, backend="llamacpp", features=ALL, max_new_tokens=8
     )
     execute(given, LocalWorker)
-    assert validate(tmp_path / "out").findings == ()
+    report = validate(tmp_path / "out", replay=Replay(2, gguf))
+    assert report.ok and "block_9_hidden" in report.replay
     model = model_of(gguf)
     for row in shard_rows(tmp_path / "out"):
         plain = plain_states(model, row)

@@ -62,8 +62,8 @@ Exit code 0: clean, 1: findings, 2: cannot run. `--json` for programs, `--all` f
   pass.
 
 `python tests/mutants.py --count 400 --seed 1` (`make mutants`) breaks valid runs of a tiny Llama
-and of gemma4-nano: once by each rule's own corruption, then in 400 ways of 55 kinds, with hashes,
-records and the plan mended wherever possible, also alike in a shard and its rollout. 468/468 found,
+and of gemma4-nano: once by each rule's own corruption, then in 400 ways of 58 kinds, with hashes,
+records and the plan mended wherever possible, also alike in a shard and its rollout. 473/473 found,
 and every rule spoke but `encoding.row_group`, which has a test of its own. States exchanged for
 other valid values, which the bytes cannot give away, are among them and need `--replay`.
 

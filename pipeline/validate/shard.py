@@ -115,10 +115,13 @@ class ShardFile:
             return
         self.kind = self.footer.kind if self.record is None else self.kind
         try:
-            self.layout = self.footer.layout()
+            _ = self.footer.semantics
         except pydantic.ValidationError as error:
             self.semantics_error = unknown(error)
             self.layout_error = f"{self.semantics_error}, which this version does not know"
+            return
+        try:
+            self.layout = self.footer.layout()
         except (PipelineError, KeyError) as error:
             self.layout_error = str(error)
 
