@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 def describe(run: "Run") -> str:
     """The effective settings, in a line or two, so that nothing happens silently."""
     geometry, settings, sampling = run.spec.geometry, run.settings, sampling_of(run.settings)
-    layers = ", ".join(f"{kind} KV of block {kv.layer}" for kind, kv in geometry.shared_kv.items())
+    held = {column.name for column in run.spec.layout.columns}
+    states = [
+        f"{kind} KV of block {kv.layer}"
+        for kind, kv in geometry.shared_kv.items()
+        if f"{kind}_key" in held
+    ]
+    states += [
+        f"{name} blocks {' '.join(map(str, blocks))}" for name, blocks in run.spec.layers.items()
+    ]
     drawn = (
         "greedy"
         if sampling.temperature == 0
@@ -34,7 +42,7 @@ def describe(run: "Run") -> str:
     return (
         f"target {run.target['name']}, backend {backend}\n"
         f"{geometry.architecture}, {geometry.num_layers} layers, hidden {geometry.hidden_size}, "
-        f"{layers}; {geometry.hidden_dtype}, KV {geometry.kv_dtype}, "
+        f"{', '.join(states)}; {geometry.hidden_dtype}, KV {geometry.kv_dtype}, "
         f"{run.spec.layout.bytes_per_token:,} bytes a token\n"
         f"{run.plan.rows:,} conversations ({sum(run.plan.rejected.values())} rejected), turns "
         f"{settings.turns}, {drawn}, at most {sampling.max_new_tokens} new tokens, ends at ids "

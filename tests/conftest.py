@@ -53,3 +53,30 @@ def nano_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     execute(settings, LocalWorker)
     return base / "out"
+
+
+@pytest.fixture(scope="session")
+def every_set_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All feature sets of gemma4-nano, whose 8 blocks give dspark 1 to 5 and eagle3 1, 3, 4.
+
+    Its prompts lie beside it as prompts.jsonl. Read-only, as tiny_run.
+    """
+    from pipeline.execute import LocalWorker, execute
+    from pipeline.settings import Settings
+
+    base = tmp_path_factory.mktemp("every_set")
+    prompts = base / "prompts.jsonl"
+    texts = ["def add(a, b):", "class Node:", "import os\\n", "x = 1"]
+    prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    settings = Settings.check(
+        target="gemma4-nano",
+        prompts=str(prompts),
+        out=str(base / "out"),
+        features="mtp,dspark,eagle3",
+        max_new_tokens=24,
+        backend="transformers",
+        dtype="float32",
+        seed=5,
+    )
+    execute(settings, LocalWorker)
+    return base / "out"

@@ -1,6 +1,8 @@
 """The transformers backend against plain one-sequence passes of the same model."""
 
 import tempfile
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,6 +351,24 @@ def test_only_requested_blocks_are_kept() -> None:
     assert set(target.forward(rows, top_k=1, block_layers=[3])[0].block_hidden) == {3}
     assert target.forward(rows, top_k=1)[0].block_hidden == {}
     assert not any(layer._forward_hooks for layer in target.model.base_model.layers)
+
+
+def test_memory_of_blocks_does_not_grow_with_depth() -> None:
+    """C9: when the last of 42 blocks has run, only the asked one and the newest are alive."""
+    target = make_target("llama", num_hidden_layers=42)
+    blocks = target.model.base_model.layers
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watch(_module: Any, _inputs: Any, output: Any) -> None:
+        outputs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+        alive.append(sum(ref() is not None for ref in outputs))
+
+    hooks = [block.register_forward_hook(watch) for block in blocks]
+    target.forward(make_rows([64], [0]), top_k=1, block_layers=[3])
+    for hook in hooks:
+        hook.remove()
+    assert len(alive) == 42 and max(alive) <= 3  # block 3's, the newest and its input
 
 
 def test_rows_that_finish_leave_the_others_unchanged(target: TransformersTarget) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.layers import DEFAULTS, choose_layers
+from pipeline.layers import choose_layers, default_layers
 from pipeline.loading.reading import FeatureIndex, Row
 from pipeline.validate.folder import open_run
 from pipeline.vocab import DraftVocab
@@ -68,7 +68,12 @@ def open_source(
     if layers is None:
         chosen = tuple(i for i in named.semantics.layers[features] if i != last)
     else:
-        chosen = choose_layers([features], [layers], geometry.num_layers)[features]
+        chosen = choose_layers(
+            [features],
+            [layers],
+            num_layers=geometry.num_layers,
+            architecture=geometry.architecture,
+        )[features]
     held = {column.name for column in named.layout.columns}
     blocks = [f"block_{i}_hidden" for i in chosen]
     for name in (*blocks, *needs):
@@ -80,7 +85,7 @@ def open_source(
             )
             raise PipelineError(f"{directory}: has no {name}; {remedy}")
     if needs_last and f"block_{last}_hidden" not in held:
-        usual = chosen or DEFAULTS[features](geometry.num_layers)
+        usual = chosen or default_layers(features, geometry.num_layers, geometry.architecture)
         raise PipelineError(
             f"{directory}: has no block_{last}_hidden; the trainer applies the final norm itself, "
             "so it needs the last block's own output: extract with --layers "
