@@ -15,7 +15,7 @@ import typer
 ROOT = str(Path(__file__).resolve().parent.parent)  # of the packages `pipeline` and `jobs`
 sys.path.insert(0, ROOT)
 
-from jobs.ray_pool import RayPool
+from jobs.ray_pool import RayPool, release_nodes
 from pipeline.errors import PipelineError, run_program
 from pipeline.execute import dry_run, execute
 from pipeline.forecast import print_forecast
@@ -77,6 +77,7 @@ def main(settings: Settings) -> None:
             else:
                 manifest = execute(settings, ray_pool, progress)
         finally:
+            release_nodes(settings)
             ray.shutdown()
     if settings.dry_run:
         print_forecast(told, settings.out)

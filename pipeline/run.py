@@ -137,6 +137,13 @@ class Run:
 
 def _check_together(settings: Settings) -> None:
     """Options that contradict each other. Raises PipelineError."""
+    if settings.autoscale and settings.workers:
+        raise PipelineError("--workers and --autoscale are both given; leave out one of them")
+    if settings.autoscale and settings.device == "auto":
+        raise PipelineError(
+            "--autoscale: nodes that are not there yet do not tell whether they have GPUs; pass "
+            "--device cuda or --device cpu"
+        )
     if settings.rollout_endpoint is not None:
         checked_url(settings.rollout_endpoint)
         if settings.stop:

@@ -17,6 +17,7 @@ NOT_IN_FINGERPRINT = frozenset(
     {
         "out",
         "workers",
+        "autoscale",
         "threads",
         "device",
         "gpus_per_worker",
@@ -118,6 +119,12 @@ class Settings(BaseModel):
     rollout_rows: int = Field(32, ge=1, description="Conversations of a rollout part.")
     shard_mb: int = Field(512, ge=1, description="Size of a shard in MB, before compression.")
     workers: int = Field(0, ge=0, description="Actors at once; 0: one a GPU, else CPUs / threads.")
+    autoscale: int = Field(
+        0,
+        ge=0,
+        description="Ask the autoscaler of a Ray cluster for so many workers, begin with the first "
+        "that comes and take in those that follow; 0: use what is there.",
+    )
     threads: int = Field(1, ge=1, description="CPU threads of an actor.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where actors run the target model; auto: GPUs if the cluster has any."
