@@ -184,6 +184,62 @@ def vocab(
         _print_json(report)
 
 
+@app.command(epilog="Example: pipeline export /data/run --to specforge -o /data/specforge")
+def export(
+    directory: DirectoryOrUrl,
+    to: Annotated[
+        Literal["speculators", "specforge", "deepspec"], typer.Option(help="Whose format.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory to write.")],
+    features: Annotated[
+        Literal["dspark", "eagle3"] | None,
+        typer.Option(help="Whose blocks; by format if absent."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Blocks to export, as 1,14,26; if absent, the set's but the last block."),
+    ] = None,
+    vocab: Annotated[
+        Path | None, typer.Option(help="A draft vocabulary to write too (`pipeline vocab`).")
+    ] = None,
+) -> None:
+    """Write a run's rows in the format that another trainer reads."""
+    from pipeline.export import export_run
+
+    done = export_run(directory, output, to, features, layers=layers, vocab=vocab)
+    typer.echo(f"wrote {done.rows:,} rows for {to} to {output}")
+    if done.left_out:
+        typer.echo(f"left out {len(done.left_out):,} rows that its reader refuses (export.json)")
+    ids = " ".join(map(str, done.layer_ids))
+    typer.echo(f"block outputs {list(done.blocks)}; for {to}, {done.layer_option}: {ids}")
+
+
+@app.command(epilog="Example: pipeline split /data/run --parts 4 -o /data/sets")
+def split(
+    directory: Directory,
+    parts: Annotated[int, typer.Option(min=1, help="How many shard sets.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory of the sets.")],
+) -> None:
+    """Deal a run's files to shard sets, each with all records; `merge` puts them together."""
+    from pipeline.shard_sets import split_run
+
+    for folder in split_run(directory, parts, output):
+        typer.echo(f"wrote {folder}")
+
+
+@app.command(epilog="Example: pipeline merge /data/sets/set-* -o /data/run")
+def merge(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR…", help="Shard sets with equal fingerprints.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory to write.")],
+) -> None:
+    """Put shard sets of one run together; every file is checked against its record."""
+    from pipeline.shard_sets import merge_sets
+
+    typer.echo(f"merged {merge_sets(directories, output):,} files into {output}")
+
+
 @app.command(epilog="Example: pipeline schema mtp")
 def schema(
     name: Annotated[

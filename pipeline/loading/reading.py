@@ -50,11 +50,13 @@ class FeatureIndex:
         *,
         verify_sha256: bool = False,
         allow_incomplete: bool = False,
+        allow_missing: bool = False,
     ) -> None:
         """out: OUT of a run, a path or URL. columns: those to read, all by default.
 
         verify_sha256: read every file once and check it against its record; pages have their own
         checksums, which are always verified. allow_incomplete: take a run that is not finished.
+        allow_missing: take the files that are there, of a shard set or a partial download.
 
         Raises PipelineError for an unfinished run, a missing or foreign file, an unknown schema
         or meaning (naming it), or a column the run does not have.
@@ -73,7 +75,7 @@ class FeatureIndex:
         self._files = [file for file in files_of(run) if file.kind == "shard"]
         there = {file.name for file in self._files}
         for record in self._records:
-            if record.file not in there:
+            if record.file not in there and not allow_missing:
                 raise PipelineError(f"{out}: {record.file} is missing; download it again")
         if not self._files:
             raise PipelineError(f"{out}: no shards")

@@ -30,10 +30,15 @@ class FeatureDataset(torch.utils.data.Dataset[Row]):
         cached_groups: int = 2,
         verify_sha256: bool = False,
         allow_incomplete: bool = False,
+        allow_missing: bool = False,
     ) -> None:
         """As FeatureIndex; cached_groups: row groups (at most 256 MiB each) kept in memory."""
         self.index = FeatureIndex(
-            out, columns, verify_sha256=verify_sha256, allow_incomplete=allow_incomplete
+            out,
+            columns,
+            verify_sha256=verify_sha256,
+            allow_incomplete=allow_incomplete,
+            allow_missing=allow_missing,
         )
         self._starts = np.array([group.first_row for group in self.index.groups])
         self._cached_groups = max(1, cached_groups)
@@ -76,6 +81,7 @@ class FeatureStream(torch.utils.data.IterableDataset[Row]):
         even: bool = False,
         verify_sha256: bool = False,
         allow_incomplete: bool = False,
+        allow_missing: bool = False,
     ) -> None:
         """As FeatureIndex. rank, world_size: of this process among the trainers'.
 
@@ -86,7 +92,11 @@ class FeatureStream(torch.utils.data.IterableDataset[Row]):
         if not 0 <= rank < world_size:
             raise PipelineError(f"rank {rank} of {world_size}")
         self.index = FeatureIndex(
-            out, columns, verify_sha256=verify_sha256, allow_incomplete=allow_incomplete
+            out,
+            columns,
+            verify_sha256=verify_sha256,
+            allow_incomplete=allow_incomplete,
+            allow_missing=allow_missing,
         )
         if len(self.index.groups) < world_size:
             raise PipelineError(
