@@ -22,7 +22,6 @@ from pipeline.forecast import print_forecast
 from pipeline.progress import RunProgress
 from pipeline.run import Run
 from pipeline.settings import Settings, with_settings
-from pipeline.summary import print_summary, reject_fraction_exceeded
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -62,7 +61,7 @@ def main(settings: Settings) -> None:
             )
         settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
 
-    with RunProgress() as progress:
+    with RunProgress(quiet=settings.quiet, log_json=settings.log_json) as progress:
 
         def ray_pool(run: Run) -> RayPool:
             # Only now, with the run planned: bad input needs no cluster to be told so.
@@ -82,9 +81,8 @@ def main(settings: Settings) -> None:
     if settings.dry_run:
         print_forecast(told, settings.out)
         return
-    print_summary(manifest, settings.out)
-    if reject_fraction_exceeded(manifest, settings.max_reject_fraction):
-        raise typer.Exit(1)
+    limit = settings.max_reject_fraction
+    raise typer.Exit(progress.summary(manifest, settings.out, max_reject_fraction=limit))
 
 
 if __name__ == "__main__":

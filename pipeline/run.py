@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from pipeline.card import dataset_card
 from pipeline.chat import ChatRenderer
+from pipeline.config_file import settings_text
 from pipeline.endpoint import checked_url
 from pipeline.errors import PipelineError
 from pipeline.gguf import read_gguf
@@ -165,6 +167,7 @@ def _check_together(settings: Settings) -> None:
 def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:
     """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
     _check_together(settings)
+    say(f"settings:\n{textwrap.indent(settings_text(settings), '  ').rstrip()}")
     files = find_target(settings.target, trust_remote_code=settings.trust_remote_code)
     backend = choose_backend(files, settings.backend)
     tokenizer = load_tokenizer(files, settings.tokenizer)

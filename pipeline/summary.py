@@ -1,6 +1,5 @@
 """What a run says at its start and at its end."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +92,12 @@ def print_summary(manifest: Mapping[str, Any], out: str) -> None:
     )
 
 
-def reject_fraction_exceeded(manifest: Mapping[str, Any], limit: float) -> bool:
-    """Whether more than `limit` of the input rows were rejected; says so on stderr."""
+def reject_excess(manifest: Mapping[str, Any], limit: float) -> str | None:
+    """What to say where more than `limit` of the input rows were rejected."""
     fraction = sum(manifest["rejected"].values()) / max(1, manifest["rows_in"])
     if fraction <= limit:
-        return False
-    print(
+        return None
+    return (
         f"complete, but {fraction:.1%} of the rows were rejected and --max-reject-fraction "
-        f"is {limit:.1%}",
-        file=sys.stderr,
+        f"is {limit:.1%}"
     )
-    return True
