@@ -48,7 +48,9 @@ def _stop(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-@app.command()
+@app.command(
+    epilog="Example: python jobs/extract_mtp.py --target smollm2-135m --prompts p.jsonl --out OUT"
+)
 @with_settings
 def main(settings: Settings) -> None:
     """Let the target model answer prompts and dump the features that train its drafters."""

@@ -3,6 +3,7 @@
 Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interrupted.
 """
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -13,11 +14,10 @@ import typer
 from pipeline.errors import PipelineError, run_program
 from pipeline.settings import Settings, with_settings
 
-FINDINGS = 1  # exit code of validate
+FINDINGS = 1  # exit code of validate and doctor
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Check and describe the features that train speculative drafters.",
     epilog="Example: pipeline validate /data/run",
@@ -299,6 +299,27 @@ def parity(
         _print_json(report.as_dict())
     else:
         _console().print(report)
+
+
+@app.command(epilog="Example: pipeline doctor --out /data/run")
+def doctor(
+    out: Annotated[
+        str, typer.Option(help="Where a run would write, also s3://…; a file is tried there.")
+    ] = ".",
+    as_json: Json = False,
+) -> None:
+    """Check this machine (GPU, llama.cpp, Ray, disk, Hub), say what to do; exit 1 on a failure."""
+    from pipeline.console import print_check
+    from pipeline.doctor import examine
+
+    console, checks = _console(quiet=as_json), []
+    for check in examine(out):
+        checks.append(check)
+        print_check(console, check)
+    failed = any(check.status == "fail" for check in checks)
+    if as_json:
+        _print_json({"ok": not failed, "checks": [dataclasses.asdict(c) for c in checks]})
+    raise typer.Exit(FINDINGS if failed else 0)
 
 
 @app.command(epilog="Example: pipeline tiny-target gemma4 TINY --layers 42")
