@@ -301,6 +301,27 @@ def parity(
         _console().print(report)
 
 
+@app.command(epilog="Example: pipeline push /data/run me/drafter-features --license apache-2.0")
+def push(
+    directory: Directory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Dataset repository: owner/name.")],
+    license_id: Annotated[
+        str | None,
+        typer.Option("--license", help="License of the dataset, by the Hub's id: apache-2.0."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A new one is private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent; no network.")
+    ] = False,
+) -> None:
+    """Send a finished run to the Hub: shards, records, plan and card; again: what is missing."""
+    from pipeline.push_command import push_run
+
+    push_run(
+        directory, repo, license_id=license_id, private=private, dry_run=dry_run, console=_console()
+    )
+
+
 @app.command(epilog="Example: pipeline doctor --out /data/run")
 def doctor(
     out: Annotated[

@@ -27,7 +27,7 @@ from pipeline.models.load import (
 from pipeline.plan import Plan, fingerprint_fields, make_plan
 from pipeline.rollout import longest_row, sampling_record
 from pipeline.settings import Settings
-from pipeline.summary import run_summary
+from pipeline.summary import made_how, run_summary
 from pipeline.tasks import RolloutTask, Task, plan_shards
 from pipeline.versions import versions
 from pipeline.worker import WorkerSpec, rollout_layout
@@ -88,7 +88,8 @@ class Run:
             self.spec.layout,
             self.of_kind("shard"),
             self.of_kind("rollout"),
-            self.target["name"],
+            target=self.target["name"],
+            made=made_how(self),
         )
         self.folder.write_text("README.md", card)
 
