@@ -1,9 +1,7 @@
 """--config, --set and the command line: what wins, what is refused, what a run tells and keeps."""
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from run_files import data_files, settings_of
 from typer.testing import CliRunner
 
+from pipeline.cli import app
 from pipeline.config_file import read_assignments, read_config, settings_text
 from pipeline.errors import PipelineError
 from pipeline.settings import Settings, with_settings
@@ -157,24 +156,29 @@ def test_what_must_be_given_may_come_from_anywhere(tmp_path: Path) -> None:
 def test_a_run_prints_and_keeps_all_settings_and_resumes_from_them(
     tiny_run: Path, tmp_path: Path
 ) -> None:
-    """As users call it: a file, then the run's own run.yaml; nothing is done twice."""
+    """A file, then the run's own run.yaml; nothing is done twice."""
     out = tmp_path / "out"
     given = settings_of(tiny_run, out=str(out), max_reject_fraction=0.5)
     path = config(tmp_path, settings_text(given))
-    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
-    def run(command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "pipeline.cli", command, *words]
-        return subprocess.run(program, capture_output=True, text=True, env=env)
+    def run(command: str, *words: str) -> Any:
+        return CliRunner().invoke(app, [command, *words])
 
     first = run("rollout", "--config", path)
-    assert first.returncode == 0, first.stderr
+    assert first.exit_code == 0, first.stderr
     printed = first.stderr.split("settings:\n")[1].split("target tiny")[0].split("\ntarget ")[0]
     assert Settings.check(**yaml.safe_load(printed)) == given
+    # Not a terminal: plain lines, with all that the live line has.
+    assert re.search(
+        r"^rollouts: 2/2 parts, 7 rows, [\d,]+ tokens/s, 0:00 left, 0 rejected, 1 worker, "
+        r"[\d.,]+ GB disk left$",
+        first.stderr,
+        re.MULTILINE,
+    )
     stored = str(out / "run.yaml")
     assert Settings.check(**yaml.safe_load(Path(stored).read_text())) == given
     second = run("extract", "--config", stored, "--log-json")
-    assert second.returncode == 0, second.stderr
+    assert second.exit_code == 0, second.stderr
     assert data_files(out) == data_files(tiny_run)
     events = [json.loads(line) for line in second.stderr.splitlines()]
     assert [e["event"] for e in events if e["event"] in ("stage", "progress", "summary")] == [
@@ -186,13 +190,13 @@ def test_a_run_prints_and_keeps_all_settings_and_resumes_from_them(
     assert last["workers"] == 1 and last["free_bytes"] > 10**6 and last["seconds_left"] == 0
     assert last["tokens"] == events[-1]["tokens"] and last["rejected"] == 0
     quiet = run("extract", "--config", stored, "--quiet")
-    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
     # Errors are told all the same, and as JSON where JSON is wanted.
     refused = run("extract", "--config", stored, "--quiet", "--seed", "99")
-    assert refused.returncode == 2 and refused.stderr.startswith("error: --out")
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: --out")
     refused = run("extract", "--config", stored, "--log-json", "--seed", "99")
     error = json.loads(refused.stderr.splitlines()[-1])
     assert (error["event"], error["exit_code"]) == ("error", 2) and "seed" in error["text"]
     rejects = run("extract", "--config", stored, "--log-json", "--max-reject-fraction", "0.1")
     error = json.loads(rejects.stderr.splitlines()[-1])
-    assert rejects.returncode == error["exit_code"] == 1 and "22.2% of the rows" in error["text"]
+    assert rejects.exit_code == error["exit_code"] == 1 and "22.2% of the rows" in error["text"]
