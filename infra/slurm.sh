@@ -1,56 +1,89 @@
-#!/bin/bash
-# Ray on SLURM: the first node of the allocation is the head and runs the job, all give their GPUs.
+#!/usr/bin/env bash
+# Ray on SLURM: one Ray node on each node of the allocation, and the job on the first.
 #
-#   sbatch infra/slurm.sh --target /models/target.gguf --prompts prompts.jsonl --out /scratch/run
+#   sbatch --nodes 4 --gpus-per-node 8 infra/slurm.sh --config run.yaml --out /shared/OUT
 #
-# Everything after the script's name goes to jobs/extract_mtp.py. Submit it from the repository's
-# root, on a file system that all nodes share, with the virtual environment in .venv. A job that hits
-# its time limit or loses a node: submit the very same line again, it resumes. --requeue does that.
-#SBATCH --job-name=drafter-features
-#SBATCH --nodes=2
+# Everything after the script's name goes to jobs/extract_mtp.py; OUT, target model and prompts must
+# lie where all nodes see them. Submit from the repository's root, with the environment in .venv
+# there (or VENV=DIR); all nodes use that one. A job that is preempted, loses a node or comes to its
+# time limit is put back into the queue and goes on from its commits.
+#SBATCH --job-name=extract-mtp
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-task=8
-#SBATCH --cpus-per-task=64
-#SBATCH --time=24:00:00
+#SBATCH --cpus-per-task=16
+#SBATCH --exclusive
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@120
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --output=extract-mtp-%j.log
 set -euo pipefail
 
-cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
-# shellcheck disable=SC1091  # made by the installation, not part of the repository
-source .venv/bin/activate
-# A token left by an earlier local Ray would make this cluster ask for one.
-export RAY_AUTH_MODE=disabled
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+# shellcheck source=/dev/null
+source "${VENV:-.venv}/bin/activate"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=${nodes[0]}
-port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node do not meet
-export RAY_ADDRESS="$head:$port"
+# Jobs that share a head node must not share a port or a directory; the token keeps strangers out.
+port=$((20000 + SLURM_JOB_ID % 10000))
+head=$(srun --nodes=1 --ntasks=1 -w "${nodes[0]}" hostname --ip-address | awk '{print $1}')
+export RAY_ADDRESS="$head:$port" RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_TOKEN
+resources=(--num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus "${SLURM_GPUS_ON_NODE:-0}")
 
-start() { # NODE ARGUMENT…: a Ray node that stays in the foreground of its own step
+start_node() { # start_node NODE OPTION...: a Ray node that lives as long as its step
   local node=$1
   shift
-  srun --nodes=1 --ntasks=1 --nodelist="$node" --overlap \
-    ray start --block --disable-usage-stats \
-    --num-cpus="${SLURM_CPUS_PER_TASK:-1}" --num-gpus="${SLURM_GPUS_PER_TASK:-0}" "$@" &
+  # A step does not inherit --cpus-per-task, and without it Ray would be bound to one CPU.
+  env -u RAY_ADDRESS srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" -w "$node" \
+    ray start --block --disable-usage-stats "${resources[@]}" "$@" &
+  steps+=("$!")
 }
 
-start "$head" --head --port="$port"
-for _ in $(seq 60); do
-  ray status --address "$RAY_ADDRESS" >/dev/null 2>&1 && break
-  sleep 2
-done
+steps=()
+driver=
+# shellcheck disable=SC2329  # the trap calls it
+stop() {
+  # The driver first: it finishes what it is writing and says how to go on.
+  if [[ -n $driver ]]; then
+    kill -TERM "$driver" 2> /dev/null || true
+    wait "$driver" || true
+  fi
+  kill -TERM "${steps[@]}" 2> /dev/null || true
+  wait
+}
+trap stop EXIT
+trap 'exit 143' TERM
+trap 'scontrol requeue "$SLURM_JOB_ID"; exit 143' USR1  # the time limit is near
+
+start_node "${nodes[0]}" --head --node-ip-address="$head" --port="$port" \
+  --temp-dir="/tmp/ray-$SLURM_JOB_ID" --include-dashboard=false
 for node in "${nodes[@]:1}"; do
-  start "$node" --address="$RAY_ADDRESS"
+  start_node "$node" --address="$RAY_ADDRESS"
 done
 
-# The batch shell gets TERM two minutes before the limit and hands it on: the job then leaves with
-# everything committed. Waiting in the background lets the trap run at once.
-srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
-  python jobs/extract_mtp.py "$@" &
-job=$!
-trap 'kill -TERM "$job"' TERM
+# Wait until every node has joined.
+python - "${#nodes[@]}" << 'PYTHON'
+import sys, time, ray
+
+wanted, deadline = int(sys.argv[1]), time.monotonic() + 600
+while True:
+    try:
+        ray.init(log_to_driver=False)
+        there = sum(node["Alive"] for node in ray.nodes())
+    except ConnectionError:
+        there = 0
+    if there >= wanted:
+        break
+    if time.monotonic() > deadline:
+        sys.exit(f"only {there} of {wanted} nodes joined Ray within 10 minutes")
+    ray.shutdown()
+    time.sleep(2)
+PYTHON
+
+python jobs/extract_mtp.py "$@" &
+driver=$!
 code=0
-wait "$job" || code=$?
-kill %1 2>/dev/null || true
+wait "$driver" || code=$?
+driver=
 exit "$code"

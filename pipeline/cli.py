@@ -3,6 +3,7 @@
 Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interrupted.
 """
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -13,11 +14,10 @@ import typer
 from pipeline.errors import PipelineError, run_program
 from pipeline.settings import Settings, with_settings
 
-FINDINGS = 1  # exit code of validate
+FINDINGS = 1  # exit code of validate and doctor
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Check and describe the features that train speculative drafters.",
     epilog="Example: pipeline validate /data/run",
@@ -299,6 +299,48 @@ def parity(
         _print_json(report.as_dict())
     else:
         _console().print(report)
+
+
+@app.command(epilog="Example: pipeline push /data/run me/drafter-features --license apache-2.0")
+def push(
+    directory: Directory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Dataset repository: owner/name.")],
+    license_id: Annotated[
+        str | None,
+        typer.Option("--license", help="License of the dataset, by the Hub's id: apache-2.0."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A new one is private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent; no network.")
+    ] = False,
+) -> None:
+    """Send a finished run to the Hub: shards, records, plan and card; again: what is missing."""
+    from pipeline.push_command import push_run
+
+    push_run(
+        directory, repo, license_id=license_id, private=private, dry_run=dry_run, console=_console()
+    )
+
+
+@app.command(epilog="Example: pipeline doctor --out /data/run")
+def doctor(
+    out: Annotated[
+        str, typer.Option(help="Where a run would write, also s3://…; a file is tried there.")
+    ] = ".",
+    as_json: Json = False,
+) -> None:
+    """Check this machine (GPU, llama.cpp, Ray, disk, Hub), say what to do; exit 1 on a failure."""
+    from pipeline.console import print_check
+    from pipeline.doctor import examine
+
+    console, checks = _console(quiet=as_json), []
+    for check in examine(out):
+        checks.append(check)
+        print_check(console, check)
+    failed = any(check.status == "fail" for check in checks)
+    if as_json:
+        _print_json({"ok": not failed, "checks": [dataclasses.asdict(c) for c in checks]})
+    raise typer.Exit(FINDINGS if failed else 0)
 
 
 @app.command(epilog="Example: pipeline tiny-target gemma4 TINY --layers 42")

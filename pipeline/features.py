@@ -86,7 +86,7 @@ def _teacher_rows(
     )
     top_ids, top_logprobs = ids.gather(1, order)[:, :k].contiguous(), logprobs[:, :k].contiguous()
     if wide < size:
-        # Where more values tie with the k-th than were taken, torch.topk may have taken any of them.
+        # Where more values tie with the k-th than were taken, topk may have taken any of them.
         doubtful = (~(logprobs[:, k - 1] > logprobs[:, -1])).nonzero()[:, 0]
         if len(doubtful):
             exact = exact_top_k(logits[doubtful] - log_norm[doubtful], k)

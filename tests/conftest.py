@@ -1,7 +1,11 @@
 """What several test files share: a tiny random Llama on disk, and one finished run of it."""
 
 import os
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +84,35 @@ def every_set_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     execute(settings, LocalWorker)
     return base / "out"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The address of a server process (s3_server.py), with credentials in the environment."""
+    pytest.importorskip("moto", reason="S3 tests: pip install 'drafter-features[test]'")
+    server_program = Path(__file__).parent / "s3_server.py"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, str(server_program), str(port)], stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.05)
+    before = dict(os.environ)
+    os.environ.update(
+        AWS_ENDPOINT_URL=url,
+        AWS_ACCESS_KEY_ID="key-of-the-test",
+        AWS_SECRET_ACCESS_KEY="secret-of-the-test",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    yield url
+    os.environ.clear()
+    os.environ.update(before)
+    server.kill()
+    server.wait()
