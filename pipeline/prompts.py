@@ -16,16 +16,17 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from pipeline.errors import PipelineError, RowReject
-from pipeline.prompt_sources import (
+from pipeline.prompt_rows import (
     ANSWER_KEYS,
     INPUT_KEY,
     PAIRS,
     TURNS,
+    ColumnNames,
     NumberText,
     SourceRow,
-    open_rows,
     quote,
 )
+from pipeline.prompt_sources import open_rows
 
 SEEN_CACHE_KIB = 64 * 2**10  # of ids held in memory
 MAX_ID_CHARS = 1024
@@ -99,7 +100,9 @@ class RejectedRow(NamedTuple):
     detail: str
 
 
-def read_prompts(path: str, *, limit: int | None = None) -> Iterator[PromptRow | RejectedRow]:
+def read_prompts(
+    path: str, *, limit: int | None = None, columns: str | None = None
+) -> Iterator[PromptRow | RejectedRow]:
     """Yield every row of a source in order, accepted or rejected, in bounded memory.
 
     path: a JSON Lines or Parquet file, a folder saved by `save_to_disk`, or a name or folder
@@ -111,7 +114,8 @@ def read_prompts(path: str, *, limit: int | None = None) -> Iterator[PromptRow |
     """
     if limit is not None and limit < 1:
         raise PipelineError(f"The row limit is {limit}; it must be at least 1")
-    return _read(open_rows(path), path, limit)
+    names = ColumnNames(columns)
+    return _read(map(names.renamed, open_rows(path, names)), path, limit)
 
 
 def _read(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import prompt_sources
+from pipeline import prompt_json
 from pipeline.errors import PipelineError
 from pipeline.prompts import (
     REJECT_REASONS,
@@ -159,7 +159,7 @@ def test_bad_json_names_the_byte(write: Write) -> None:
 
 
 def test_long_line_is_skipped_whole(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_sources, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(prompt_json, "MAX_LINE_BYTES", 100)
     path = write(
         {"messages": HELLO},
         {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
@@ -413,10 +413,11 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     [
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("blank.jsonl", b"\xef\xbb\xbf\n \r\n", "has no rows"),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "gzip-compressed"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", r"rows\.jsonl\.gz is broken gzip"),
+        ("rows.jsonl.bz2", b"BZh91AY", "bzip2-compressed"),
         ("rows.jsonl", b"\xff\xfe{\x00", "UTF-16"),
         ("rows.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("rows.json", b' [\n{"messages": []}]', "one JSON array"),
+        ("rows.json", b" [\n ] ", "has no rows"),
         ("rows.parquet", b"not parquet", "does not start like a Parquet file"),
         ("rows.parquet", b"PAR1" + b"\0" * 40, "cut-off Parquet file"),
     ],
@@ -499,8 +500,8 @@ def test_parquet_bad_text_is_one_reject(tmp_path: Path) -> None:
 
 
 def test_parquet_without_conversations(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(PipelineError, match=r"none of the columns messages, .*, only: 'text', 'n'"):
+    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(PipelineError, match=r"none of the columns messages, .*, only: 'body', 'n'"):
         list(read_prompts(str(tmp_path / "x.parquet")))
 
 
@@ -589,17 +590,6 @@ def test_saved_dataset_that_is_broken(tmp_path: Path) -> None:
         read_prompts(str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_folder_of_files(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(ROWS), folder / "a.parquet")
-    else:
-        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    check_rows(str(folder), "folder")
-
-
 def test_folder_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="could not load the folder"):
         read_prompts(str(tmp_path))
@@ -678,7 +668,7 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E20's kind; the cap is lowered to keep the test small."""
-    monkeypatch.setattr("pipeline.prompt_sources.MAX_ROW_GROUP_BYTES", 10**7)
+    monkeypatch.setattr("pipeline.prompt_parquet.MAX_ROW_GROUP_BYTES", 10**7)
     table = pa.table({"prompt": ["x" * 1_000_000 + str(i) for i in range(16)]})
     pq.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
     assert (tmp_path / "bomb.parquet").stat().st_size < 50_000
