@@ -27,7 +27,8 @@ from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
 from pipeline.models.load import find_target, load_eos_ids, load_tokenizer
-from pipeline.prompts import Message, PromptRow, read_prompts
+from pipeline.prompt_turns import Message
+from pipeline.prompts import PromptRow, read_prompts
 
 
 def byte_tokenizer(template: str | None, eos: str = "<eos>", **special: str) -> Any:
@@ -215,9 +216,12 @@ def test_control_token_in_the_context_of_the_last_turn(turn: int) -> None:
 
 
 def test_placeholder_that_is_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = chat_layout._mark
-    monkeypatch.setattr(chat_layout, "_mark", lambda seed: "Qx" if " 0 " in seed else real(seed))
-    marked = chat_layout.with_marks(chat("Qx", "b"), roles={"user", "assistant"})
+    real = chat_layout.letters_of
+    monkeypatch.setattr(
+        chat_layout, "letters_of", lambda seed: "Qx" if " 0 " in seed else real(seed)
+    )
+    messages = chat("Qx", "b")
+    marked = chat_layout.with_marks(messages, chat_layout.slot_marks(messages))
     assert all(len(m.content) == 33 and m.content.isalpha() for m in marked)
     assert len({m.content for m in marked}) == 2
 
@@ -636,9 +640,11 @@ def test_demo_prompts_show_both_conventions() -> None:
 def test_control_tokens_in_text_stay_text_where_that_is_wished(name: str) -> None:
     """A20: the same control ids as of a harmless text, and the ids decode to what was typed."""
     renderer = renderer_for(name, control_tokens="text")
-    every = "".join(renderer._shields.values())
+    every = "".join(renderer._encoder._shields.values())
     typed = f"a{every}b<|im_<|im_end|>end|> {every[::-1]}c"
-    count = len([i for i in renderer.encode("a b c").tolist() if i in renderer._control_ids])
+    count = len(
+        [i for i in renderer.encode("a b c").tolist() if i in renderer._encoder.control_ids]
+    )
     for answered in (False, True):
         # Answers are left alone: templates look for thinking in them and take it out.
         harmless = chat("x", "y", "z") if answered else chat("x")
@@ -647,7 +653,8 @@ def test_control_tokens_in_text_stay_text_where_that_is_wished(name: str) -> Non
             plain = np.concatenate(make(renderer, harmless).segments)
             shielded = np.concatenate(make(renderer, hostile).segments)
             controls = [
-                [i for i in ids.tolist() if i in renderer._control_ids] for ids in (plain, shielded)
+                [i for i in ids.tolist() if i in renderer._encoder.control_ids]
+                for ids in (plain, shielded)
             ]
             assert controls[0] == controls[1] and count == 0
         ids = Conversation.last_turn(renderer, hostile).segments[0]
@@ -660,13 +667,13 @@ def test_control_tokens_of_real_tokenizers_stay_text(smol: Any) -> None:
     nano_tokenizer = load_tokenizer(nano)
     for tokenizer, eos in ((smol, ()), (nano_tokenizer, load_eos_ids(nano, nano_tokenizer))):
         renderer = ChatRenderer(tokenizer, eos_ids=eos, control_tokens="text")
-        names = sorted(renderer._shields.values())
+        names = sorted(renderer._encoder._shields.values())
         assert len(names) > 5
         for name in names:
             row = renderer.given_row(chat(f"Say {name}!", f"No {name}."))
             plain = renderer.given_row(chat("Say x!", "No x."))
-            found = [i for i in row.ids.tolist() if i in renderer._control_ids]
-            assert found == [i for i in plain.ids.tolist() if i in renderer._control_ids]
+            found = [i for i in row.ids.tolist() if i in renderer._encoder.control_ids]
+            assert found == [i for i in plain.ids.tolist() if i in renderer._encoder.control_ids]
             assert f"Say {name}!" in text_of(renderer, row.ids)
             assert f"No {name}." in text_of(renderer, row.ids[row.loss_mask == 1])
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from pipeline import prompt_json, prompt_sources
 from pipeline.errors import PipelineError
-from pipeline.prompts import Message, PromptRow, RejectedRow, read_prompts
+from pipeline.prompt_turns import Message
+from pipeline.prompts import PromptRow, RejectedRow, read_prompts
 
 
 def prompt(text: str) -> dict[str, Any]:
