@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import templates
+from chats import byte_tokenizer, chat, renderer_for, rendering, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
-    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -29,43 +29,6 @@ from pipeline.errors import PipelineError, RowReject
 from pipeline.models.load import find_target, load_eos_ids, load_tokenizer
 from pipeline.prompt_turns import Message
 from pipeline.prompts import PromptRow, read_prompts
-
-
-def byte_tokenizer(template: str | None, eos: str = "<eos>", **special: str) -> Any:
-    """One token a byte, and the control tokens of all test templates."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(templates.SPECIAL_TOKENS)
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>"), AddedToken("<table>")])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token=eos, **special
-    )
-    made.chat_template = template
-    return made
-
-
-def renderer_for(name: str, **kwargs: Any) -> ChatRenderer:
-    tokenizer = byte_tokenizer(templates.ALL[name])
-    end = tokenizer.convert_tokens_to_ids(templates.END_OF_TURN[name])
-    return ChatRenderer(tokenizer, eos_ids=[end], **kwargs)
-
-
-def text_of(renderer: ChatRenderer, ids: Any) -> str:
-    text: str = renderer._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return text
-
-
-def rendering(renderer: ChatRenderer, messages: list[Message], **kwargs: Any) -> Any:
-    chat = [message._asdict() for message in messages]
-    return renderer._tokenizer.apply_chat_template(chat, return_dict=False, **kwargs)
-
-
-def chat(*texts: str, system: str | None = None) -> list[Message]:
-    roles = ["user", "assistant"] * len(texts)
-    turns = [Message(*turn) for turn in zip(roles, texts, strict=False)]
-    return ([] if system is None else [Message("system", system)]) + turns
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +73,13 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "</turn>\n<turn>user\nq2</turn>\n<turn>model\n",
             ],
         ),
+        (
+            "gemma4",
+            [
+                "<bos><|turn>system\nS<turn|>\n<|turn>user\nq 1<turn|>\n<|turn>model\n",
+                "<turn|>\n<|turn>user\nq2<turn|>\n<|turn>model\n",
+            ],
+        ),
     ],
 )
 def test_segments(name: str, expected: list[str]) -> None:
@@ -128,7 +98,7 @@ def test_first_prompt_is_the_tokenizers_own(name: str) -> None:
     assert ids.dtype == np.int32
     assert ids.tolist() == expected
     bos = renderer._tokenizer.bos_token_id
-    assert ids.tolist().count(bos) == (0 if name in ("chatml", "qwen3") else 1)
+    assert ids.tolist().count(bos) == (0 if name in ("chatml", "qwen3", "tools") else 1)
 
 
 def test_smollm2_prompt_and_row(smol: Any) -> None:
@@ -375,6 +345,8 @@ def test_tokenizer_that_adds_bos_itself() -> None:
         ("gemma", "a1</turn>a2</turn>"),
         ("qwen3", " a1 \n<|im_end|>a2\n<|im_end|>"),
         ("mistral", " a1 \n</s>a2\n</s>"),
+        ("gemma4", "a1<turn|>a2<turn|>"),
+        ("tools", " a1 \n<|im_end|>a2\n<|im_end|>"),
     ],
 )
 def test_given_row(name: str, learnt: str) -> None:
@@ -464,7 +436,7 @@ def test_given_row_round_trip(name: str, texts: list[str], system: str | None) -
         assert reject.reason == "control_token"
         return
     assert text_of(renderer, ids) == rendering(renderer, messages, tokenize=False)
-    stripped = name in ("llama3", "gemma")
+    stripped = name in ("llama3", "gemma", "gemma4")
     answers = [
         m.content.strip() if stripped else m.content for m in messages if m.role == "assistant"
     ]
