@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError
 from pipeline.models.base import Int32Array, PositionedRow, Prompt, Sampling, TargetModel
 from pipeline.models.load import find_target, load_eos_ids, load_target, load_tokenizer
 from pipeline.models.nano import HELD_OUT_NAME
-from pipeline.prompts import Message
+from pipeline.prompt_turns import Message
 
 ANSWER_LIMIT = 256  # new tokens of a greedy answer
 _ROWS_PER_PASS = 32

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from pipeline.chat import ChatRenderer, GivenRow, Int32Array
+from pipeline.chat import ChatRenderer, GivenRow
+from pipeline.chat_encoding import Int32Array
 from pipeline.models.tiny_tokenizer import ASCII_LETTERS, PAD, TinyVocabulary, make_vocabulary
-from pipeline.prompts import Message
+from pipeline.prompt_turns import Message
 
 VOCAB_SIZE = 2048
 LONGEST_ROW = 320  # tokens; longer chats are left out

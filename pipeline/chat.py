@@ -4,9 +4,7 @@ The chat template is rendered with a placeholder where each answer goes and cut 
 texts between answers (segments) are tokenised one by one; answers stay the ids they are.
 """
 
-import hashlib
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +12,21 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.chat_layout import Layout, interleave, lay_out, with_marks
+from pipeline.chat_encoding import Int32Array, TextEncoder
+from pipeline.chat_layout import (
+    Layout,
+    check_tools_printed,
+    interleave,
+    lay_out,
+    with_marked_answers,
+)
 from pipeline.errors import PipelineError, RowReject
-from pipeline.prompts import Message
+from pipeline.prompt_turns import Message, Thinking
 from pipeline.template_process import RENDERER, TemplateLimit
 
-Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
+Tools = Sequence[dict[str, Any]]
+PROBE = "Hello"
 
 
 class GivenRow(NamedTuple):
@@ -47,6 +53,7 @@ class ChatRenderer:
         template_args: Mapping[str, Any] | None = None,
         eos_ids: Collection[int] = (),
         control_tokens: Literal["reject", "text"] = "reject",
+        thinking: Thinking = "keep",
     ) -> None:
         """
         tokenizer: a transformers.PreTrainedTokenizerFast.
@@ -55,6 +62,7 @@ class ChatRenderer:
         eos_ids: the target model's end ids, besides the tokenizer's `eos_token_id`.
         control_tokens: what becomes of a control token's name in the text of a turn: the row is
             rejected, or it stays text, as pieces that are no control token.
+        thinking: with "template" the template may leave out the thoughts of turns.
 
         Raises PipelineError: no template, one that does not compile, breaks out of the sandbox,
         reads the clock, prints two BOS or ends answers with a token that is no end id; a
@@ -74,16 +82,14 @@ class ChatRenderer:
         # run other rows than its first half. A name that cannot be called stands in its way.
         self._args = {"strftime_now": None, **(template_args or {})}
         added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-        self._control_ids = frozenset(
+        control_ids = frozenset(
             i for i, token in added.items() if token.special or self._is_markup(token.content)
         ).union(self.eos_ids)
-        names = [str(added[i].content) for i in self._control_ids if i in added]
-        if control_tokens == "reject":
-            names = []
-        # Longest first: <|im_start|> before <|im.
-        self._shields = {_shield(name): name for name in sorted(names, key=len, reverse=True)}
-        self._names = _any_of(self._shields.values())
-        self._marks = _any_of(self._shields)
+        self._encoder = TextEncoder(tokenizer, control_ids, control_tokens)
+        self._thoughts_may_go = thinking == "template"
+        # What the template prints before the first text and between a question and its answer,
+        # for prompts that come rendered; unknown where it refuses this one conversation.
+        self.opening, self.header = "", ""
         self._try_out()
 
     def _is_markup(self, token: str) -> bool:
@@ -96,7 +102,7 @@ class ChatRenderer:
     def _try_out(self) -> None:
         """Raise on the first use what would otherwise be raised on every row."""
         try:
-            self._render([Message("user", "Hello")], generate=True)
+            text = self._render([Message("user", PROBE)], generate=True)
         except RowReject as reject:
             # A template may well refuse this one conversation, but not for these reasons.
             if reject.reason == "template_limit":
@@ -106,6 +112,8 @@ class ChatRenderer:
                     "The chat template prints today's date, so a run could not be repeated; "
                     "fix the date through template_args (Llama: date_string='26 Jul 2024')"
                 ) from None
+        else:
+            self.opening, _, self.header = text.partition(PROBE)
         self._check_end_of_turn()
         letter = self.encode("a").tolist()
         if self.encode("b\na").tolist()[-len(letter) :] != letter:
@@ -121,93 +129,89 @@ class ChatRenderer:
         """
         try:
             turns = [Message("user", "Hello"), Message("assistant", "Hi")]
-            following = self.encode(self._lay_out(turns, generate=False).segments[1]).tolist()
+            following = self.encode(self._lay_out(turns, (), generate=False).segments[1]).tolist()
         except RowReject:  # a template may refuse this one conversation
             return
-        if following and following[0] in self._control_ids - self.eos_ids:
+        if following and following[0] in self._encoder.control_ids - self.eos_ids:
             token = self._tokenizer.convert_ids_to_tokens(following[0])
             raise PipelineError(
                 f"The chat template ends answers with {token!r} (id {following[0]}), but answers "
                 f"are said to end with the ids {sorted(self.eos_ids)}; add it to the end ids"
             )
 
+    @property
+    def bos_id(self) -> int | None:
+        """The BOS that the template prints at the start; None if it prints none."""
+        bos = self._tokenizer.bos_token
+        return self._tokenizer.bos_token_id if bos and self.opening.startswith(bos) else None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id of the tokenizer."""
+        return len(self._tokenizer)
+
     def encode(self, text: str) -> Int32Array:
         """Token ids of a text, int32 [n]; special tokens in it count, none are added."""
-        if self._marks is None or not self._marks.search(text):
-            return self._encode(text)
-        pieces: list[str] = []
-        for part in re.split(f"({self._marks.pattern})", text):
-            name = self._shields.get(part)
-            # Cut after its first character, a control token's name is none any more.
-            pieces += [part] if name is None else [name[:1], name[1:]]
-        return np.concatenate([self._encode(piece) for piece in pieces if piece])
+        return self._encoder.encode(text)
 
-    def _shielded(self, messages: Sequence[Message]) -> list[Message]:
-        """The turns with a mark in place of each control token's name, where those stay text."""
-        if self._names is None:
-            return list(messages)
-        return [
-            Message(role, self._names.sub(lambda found: _shield(found.group()), content))
-            for role, content in messages
-        ]
+    def prompt_segments(self, messages: Sequence[Message], tools: Tools = ()) -> list[str]:
+        """The fixed texts before each answer, one for each question; given answers are dropped.
 
-    def _encode(self, text: str) -> Int32Array:
-        encoding = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        return np.asarray(encoding["input_ids"], dtype=np.int32)
-
-    def prompt_segments(self, messages: Sequence[Message]) -> list[str]:
-        """The fixed texts before each answer, one for each user turn; given answers are dropped.
-
-        Segment 0 runs through the generation header of the first user turn; segment i from the
-        end of answer i-1's content, so it starts with the end-of-turn text, through the next
-        generation header.
+        A question is a user turn, or a tool's result that no further call follows. Segment 0 runs
+        through the generation header of the first; segment i from the end of answer i-1's content,
+        so it starts with the end-of-turn text, through the next generation header.
 
         Raises RowReject: template_refused, template_drops_text, history_changes, control_token.
         """
-        history = _up_to_last_user(self._shielded(messages))
-        self._check_control([message for message in history if message.role != "assistant"])
-        history = with_marks(history, roles={"assistant"})
-        marks = [message.content for message in history if message.role == "assistant"]
-        segments = self._lay_out(history, generate=True).segments
-        users = [index for index, message in enumerate(history) if message.role == "user"]
-        for count, end in enumerate(users[:-1]):
-            shorter = self._render(history[: end + 1], generate=True)
+        history = self._shielded(_up_to_last_question(messages))
+        tools = self._encoder.shielded(list(tools))
+        self._check_control([turn for turn in history if not turn.is_answer], tools)
+        history = with_marked_answers(history)
+        marks = [message.content for message in history if message.is_answer]
+        segments = self._lay_out(history, tools, generate=True).segments
+        ends = [index for index, message in enumerate(history) if message.is_answer]
+        for count, end in enumerate(ends):
+            shorter = self._render(history[:end], tools, generate=True)
             if shorter != interleave(segments[: count + 1], marks[:count]):
-                detail = f"the first {end + 1} turns are printed differently when turns follow"
+                detail = f"the first {end} turns are printed differently when turns follow"
                 raise RowReject("history_changes", detail)
         return segments
 
-    def last_prompt(self, messages: Sequence[Message]) -> Layout:
-        """What precedes the answer to the last user turn: n segments, n-1 given answers.
+    def last_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Layout:
+        """What precedes the answer to the last question: n segments, n-1 given answers.
 
         Raises RowReject: template_refused, template_drops_text, control_token.
         """
-        history = _up_to_last_user(self._shielded(messages))
-        self._check_control(history)
-        return self._lay_out(history, generate=True)
+        history = self._shielded(_up_to_last_question(messages))
+        tools = self._encoder.shielded(list(tools))
+        self._check_control(history, tools)
+        return self._lay_out(history, tools, generate=True)
 
-    def given_row(self, messages: Sequence[Message]) -> GivenRow:
-        """A whole conversation as it is given, with the loss on its assistant turns.
+    def given_row(self, messages: Sequence[Message], tools: Tools = ()) -> GivenRow:
+        """A whole conversation as it is given, with the loss on its answers.
 
-        ids decode to the template's rendering of the conversation. loss_mask is 1 on each answer
-        and on the end-of-turn token (one of `eos_ids`) right after it, 0 elsewhere: an empty
-        thought that the template puts before an answer is template text.
+        ids decode to the template's rendering of the conversation. loss_mask is 1 on each answer,
+        its thought included, and on the end-of-turn token (one of `eos_ids`) right after it, 0
+        elsewhere: an empty thought that the template puts before an answer is template text, and
+        turns that call tools are context.
 
         Raises RowReject: no_assistant_turn, answers_touch, template_refused,
-        template_drops_text, control_token.
+        template_drops_text, history_changes, control_token.
         """
-        if all(message.role != "assistant" for message in messages):
+        if not any(message.is_answer for message in messages):
             raise RowReject("no_assistant_turn", "nothing was answered in this conversation")
-        messages = self._shielded(messages)
-        self._check_control(messages)
-        return self._join(*self._lay_out(messages, generate=False))
+        messages, tools = self._shielded(messages), self._encoder.shielded(list(tools))
+        self._check_control(messages, tools)
+        return self._join(*self._lay_out(messages, tools, generate=False))
+
+    def _shielded(self, messages: Sequence[Message]) -> list[Message]:
+        return [self._encoder.shielded(message) for message in messages]
+
+    def _check_control(self, messages: Sequence[Message], tools: Tools) -> None:
+        for message in messages:
+            self._encoder.check(message, f"a {message.role} turn")
+        for tool in tools:
+            self._encoder.check(tool, "a tool")
 
     def _join(self, segments: Sequence[str], answers: Sequence[str]) -> GivenRow:
         pieces = [self.encode(segments[0])]
@@ -223,15 +227,16 @@ class ChatRenderer:
             masks += [np.ones(len(answer_ids), dtype=np.uint8), fixed_mask]
         return GivenRow(np.concatenate(pieces), np.concatenate(masks))
 
-    def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools = (), *, generate: bool) -> str:
         """The template's text. Raises RowReject template_refused; PipelineError if hostile."""
-        chat = [{"role": role, "content": content} for role, content in messages]
+        chat = [message.for_template() for message in messages]
+        called: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             text = RENDERER.render(
                 self.template,
                 chat,
                 add_generation_prompt=generate,
-                names={**self._tokenizer.special_tokens_map, **self._args},
+                names={**self._tokenizer.special_tokens_map, **self._args, **called},
             )
         except jinja2.TemplateSyntaxError as error:
             raise PipelineError(
@@ -254,34 +259,19 @@ class ChatRenderer:
             )
         return text
 
-    def _lay_out(self, messages: Sequence[Message], *, generate: bool) -> Layout:
-        return lay_out(messages, partial(self._render, generate=generate))
-
-    def _check_control(self, messages: Sequence[Message]) -> None:
-        """Raise RowReject control_token where a text would be read as the template's markup."""
-        unknown = self._tokenizer.unk_token_id
-        for role, content in messages:
-            for token_id in sorted(self._control_ids.intersection(self.encode(content).tolist())):
-                token = str(self._tokenizer.convert_ids_to_tokens(token_id))
-                # The id for unknown characters also comes from ordinary text.
-                if token_id != unknown or token in content:
-                    raise RowReject("control_token", f"a {role} turn contains {token!r}")
+    def _lay_out(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> Layout:
+        if tools or any(message.tool_calls for message in messages):
+            check_tools_printed(messages, tools, partial(self._render, generate=generate))
+        return lay_out(
+            messages,
+            partial(self._render, tools=tools, generate=generate),
+            partial(self._render, tools=tools, generate=True),
+            thoughts_may_go=self._thoughts_may_go,
+        )
 
 
-def _shield(name: str) -> str:
-    """A mark of letters only, which every template prints as it is."""
-    digest = hashlib.sha256(f"control token {name}".encode()).digest()
-    return "Q" + "".join(chr(ord("a") + byte % 26) for byte in digest)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds any of the texts; None if there is none."""
-    found = "|".join(map(re.escape, texts))
-    return re.compile(found) if found else None
-
-
-def _up_to_last_user(messages: Sequence[Message]) -> list[Message]:
-    users = [index for index, message in enumerate(messages) if message.role == "user"]
-    if not users:
+def _up_to_last_question(messages: Sequence[Message]) -> list[Message]:
+    asking = [index for index, message in enumerate(messages) if message.is_asking]
+    if not asking:
         raise ValueError("a conversation needs a user turn; prompts.py rejects others")
-    return list(messages[: users[-1] + 1])
+    return list(messages[: asking[-1] + 1])

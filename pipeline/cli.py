@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from pipeline.errors import PipelineError, run_program
-from pipeline.settings import Settings, with_settings
+from pipeline.prompt_settings import PromptSettings
+from pipeline.settings import Settings, with_options, with_settings
 
 FINDINGS = 1  # exit code of validate and doctor
 
@@ -33,25 +34,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @app.command(epilog="Example: pipeline prompts p.jsonl --target smollm2-135m --show 2")
+@with_options(PromptSettings, arguments={"prompts": "FILE…"})
 def prompts(
-    source: Annotated[
-        str, typer.Argument(metavar="FILE", help="What --prompts of a run would be.")
-    ],
-    target: Annotated[str, typer.Option(help="The target model whose template renders them.")],
-    turns: Annotated[
-        Literal["all", "last", "given"], typer.Option(help="As of a run: who answers.")
-    ] = "all",
-    limit: Annotated[int | None, typer.Option(min=1, help="Read at most so many rows.")] = None,
+    settings: PromptSettings,
     show: Annotated[int, typer.Option(min=0, help="Print so many rows token by token.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check prompts: accepted and rejected by reason; rendered ids with the answers in colour."""
     from pipeline.prompts_command import print_prompts
 
-    console = _console(quiet=as_json)
-    told = print_prompts(
-        source, target=target, turns=turns, limit=limit, show=show, console=console
-    )
+    told = print_prompts(settings, show=show, console=_console(quiet=as_json))
     if as_json:
         _print_json(told)
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.chat import ChatRenderer, Int32Array, UInt8Array
-from pipeline.prompts import Message
+from pipeline.chat import ChatRenderer, Tools, UInt8Array
+from pipeline.chat_encoding import Int32Array
+from pipeline.prompt_turns import Message
 
 if TYPE_CHECKING:  # importing it for real would load torch
     from pipeline.models.base import FinishReason
@@ -49,15 +50,19 @@ class Conversation:
         self.answer: Int32Array = np.empty(0, np.int32)
 
     @classmethod
-    def all_turns(cls, renderer: ChatRenderer, messages: Sequence[Message]) -> Conversation:
-        """Every user turn is answered anew; given answers are dropped. Raises RowReject."""
-        segments = renderer.prompt_segments(messages)
+    def all_turns(
+        cls, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
+    ) -> Conversation:
+        """Every question is answered anew; given answers are dropped. Raises RowReject."""
+        segments = renderer.prompt_segments(messages, tools)
         return cls([renderer.encode(text) for text in segments], eos_ids=renderer.eos_ids)
 
     @classmethod
-    def last_turn(cls, renderer: ChatRenderer, messages: Sequence[Message]) -> Conversation:
-        """Only the last user turn is answered; earlier answers are context. Raises RowReject."""
-        segments, answers = renderer.last_prompt(messages)
+    def last_turn(
+        cls, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
+    ) -> Conversation:
+        """Only the last question is answered; earlier answers are context. Raises RowReject."""
+        segments, answers = renderer.last_prompt(messages, tools)
         context = [renderer.encode(segments[0])]
         for answer, segment in zip(answers, segments[1:], strict=True):
             context += [renderer.encode(answer), renderer.encode(segment)]

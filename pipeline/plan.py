@@ -10,7 +10,7 @@ without it there is no plan. Memory holds one part and a line a part, however ma
 import hashlib
 import json
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ from pydantic import BaseModel, ConfigDict
 
 import pipeline
 from pipeline.chat import ChatRenderer
-from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
 from pipeline.layers import Layers
 from pipeline.manifest import Reject, RunFolder
-from pipeline.prompts import PromptHasher, PromptRow, RejectedRow, read_prompts
+from pipeline.planned_rows import plan_row
+from pipeline.prompts import PromptHasher, PromptRow
 from pipeline.settings import Settings
 from pipeline.shards import file_sha256
 
@@ -51,14 +51,28 @@ class PlanPart(BaseModel):
     sha256: str
 
 
+class SourceShare(BaseModel):
+    """What of the prompts one tag has; rows that planning accepted or rejected."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    accepted: int = 0
+    rejected: int = 0
+    prompt_tokens: int = 0
+
+
 class Plan(BaseModel):
-    """What OUT/plan/plan.json says; fields: what the fingerprint is made of."""
+    """What OUT/plan/plan.json says.
+
+    fields: what the fingerprint is made of; sources: by tag, where prompts have tags.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     fingerprint: str
     fields: dict[str, Any]
     rejected: dict[str, int]
+    sources: dict[str, SourceShare] = {}
     parts: tuple[PlanPart, ...]
 
     @property
@@ -104,14 +118,10 @@ def fingerprint_of(fields: Mapping[str, Any]) -> str:
     return _text_sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
-def _read(settings: Settings) -> Iterator[PromptRow | RejectedRow]:
-    return read_prompts(settings.prompts, limit=settings.limit)
-
-
 def prompts_sha256(settings: Settings) -> str:
     """The digest of the prompts' content, without rendering any."""
     hasher = PromptHasher()
-    for row in _read(settings):
+    for row in settings.read():
         if isinstance(row, PromptRow):
             hasher.update(row)
     return hasher.hexdigest()
@@ -120,6 +130,7 @@ def prompts_sha256(settings: Settings) -> str:
 class _Written(NamedTuple):
     parts: list[PlanPart]
     rejected: dict[str, int]
+    sources: dict[str, SourceShare]
     prompts_sha256: str
 
 
@@ -132,6 +143,7 @@ def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder
     parts: list[PlanPart] = []
     pending: list[dict[str, Any]] = []
     rejected: Counter[str] = Counter()
+    shares: defaultdict[str, SourceShare] = defaultdict(SourceShare)
     first_reject = ""
 
     def flush() -> None:
@@ -140,13 +152,18 @@ def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder
             pending.clear()
 
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects:
-        for row in _read(settings):
+        for row in settings.read():
             try:
                 if not isinstance(row, PromptRow):
                     raise RowReject(row.reason, row.detail)
                 hasher.update(row)
-                planned = _planned(row, renderer, settings, longest)
+                planned = {
+                    "sample_id": row.sample_id,
+                    "source": row.source,
+                    **plan_row(row, renderer, settings, longest)._asdict(),
+                }
             except RowReject as why:
+                shares[row.tag].rejected += 1
                 reject = Reject(
                     source=row.source,
                     sample_id=row.sample_id,
@@ -157,14 +174,18 @@ def write_parts(settings: Settings, renderer: ChatRenderer, longest: int, folder
                 rejected[why.reason] += 1
                 first_reject = first_reject or f"; first reject: {row.source}: {why.detail}"
                 continue
+            shares[row.tag].accepted += 1
+            shares[row.tag].prompt_tokens += sum(map(len, planned["segments"]))
             for sample in _samples(planned, settings.samples_per_prompt):
                 pending.append(sample)
                 if len(pending) == settings.rollout_rows:
                     flush()
         flush()
     if not parts:
-        raise PipelineError(f"--prompts {settings.prompts}: no usable row{first_reject}")
-    return _Written(parts, dict(sorted(rejected.items())), hasher.hexdigest())
+        names = " ".join(settings.prompts)
+        raise PipelineError(f"--prompts {names}: no usable row{first_reject}")
+    sources = {tag: share for tag, share in sorted(shares.items()) if any(shares)}
+    return _Written(parts, dict(sorted(rejected.items())), sources, hasher.hexdigest())
 
 
 def write_part(path: Path, rows: list[dict[str, Any]]) -> PlanPart:
@@ -176,30 +197,6 @@ def write_part(path: Path, rows: list[dict[str, Any]]) -> PlanPart:
         bytes=path.stat().st_size,
         sha256=file_sha256(path),
     )
-
-
-def _planned(
-    row: PromptRow, renderer: ChatRenderer, settings: Settings, longest: int
-) -> dict[str, Any]:
-    """One row of a part file. Raises RowReject."""
-    mask = None
-    if settings.turns == "given":
-        given = renderer.given_row(row.messages)
-        segments, mask, room = [given.ids.tolist()], given.loss_mask.tolist(), 0
-    else:
-        start = Conversation.all_turns if settings.turns == "all" else Conversation.last_turn
-        conversation = start(renderer, row.messages)
-        segments, room = [ids.tolist() for ids in conversation.segments], 1
-    if len(segments[0]) + room > longest:
-        raise RowReject(
-            "too_long", f"{len(segments[0])} tokens, and a row holds {longest} (--max-length)"
-        )
-    return {
-        "sample_id": row.sample_id,
-        "source": row.source,
-        "segments": segments,
-        "given_mask": mask,
-    }
 
 
 def _samples(planned: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
@@ -247,6 +244,7 @@ def make_plan(
         fingerprint=fingerprint_of(all_fields),
         fields=all_fields,
         rejected=written.rejected,
+        sources=written.sources,
         parts=tuple(written.parts),
     )
     if there is not None and plan != there:

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.prompt_sources import (
-    COLUMNS,
-    SourceRow,
-    check_columns,
+from pipeline.prompt_parquet import (
     refuse_extension_name,
     refuse_extension_types,
+    without_nulls,
 )
+from pipeline.prompt_rows import ColumnNames, SourceRow
 
 _SCHEMA_BYTES = 16 * 2**20
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
-def open_dataset(path: str) -> Iterator[SourceRow]:
+def open_dataset(path: str, columns: ColumnNames) -> Iterator[SourceRow]:
     """Rows of a dataset folder or name, streamed; `NAME:SPLIT` chooses among several splits.
 
     Raises PipelineError when there is no such folder or name, it cannot be loaded, or it has
@@ -39,7 +38,7 @@ def open_dataset(path: str) -> Iterator[SourceRow]:
         dataset = _choose_split(dataset, split, path)
     elif split:
         raise PipelineError(f"{str(place)!r} has no splits; leave out :{split}")
-    return _dataset_rows(dataset, place.name)
+    return _dataset_rows(dataset, place.name, columns)
 
 
 def _load_folder(folder: Path) -> Any:
@@ -86,12 +85,11 @@ def _choose_split(splits: dict[str, Any], wanted: str, path: str) -> Any:
     return next(iter(splits.values()))
 
 
-def _dataset_rows(dataset: Any, name: str) -> Iterator[SourceRow]:
+def _dataset_rows(dataset: Any, name: str, columns: ColumnNames) -> Iterator[SourceRow]:
     known = dataset.column_names  # None when a stream cannot tell before it is read
     if known is not None:
-        columns = [column for column in COLUMNS if column in known]
-        check_columns(f"Dataset {name!r}", known)
-        dataset = dataset.select_columns(columns)
+        columns.check(f"Dataset {name!r}", known)
+        dataset = dataset.select_columns(columns.wanted(known))
     number = 0
     rows = iter(dataset)
     while True:
@@ -104,4 +102,4 @@ def _dataset_rows(dataset: Any, name: str) -> Iterator[SourceRow]:
                 f"Dataset {name!r} cannot be read past row {number}: {error}"
             ) from None
         number += 1
-        yield SourceRow(f"{name}:{number}", dict(row))
+        yield SourceRow(f"{name}:{number}", without_nulls(dict(row)))

@@ -1,11 +1,7 @@
 """Prompts: any chat source becomes `PromptRow`s of one shape, each bad row a `RejectedRow`.
 
-A row is an object in one of four conventions, told apart row by row (turn by turn where it has
-turns): `messages` ([{role, content}, …]); ShareGPT's `conversations` ([{from, value}, …]); Alpaca's
-`instruction`, with `input` after an empty line and `output` as the answer; a plain `prompt`, with
-`completion` or `response` as the answer. `id` or `sample_id` names it, a `system` text is its first
-turn, the role developer is system. Beside turns `instruction` and `prompt` are ignored, and so are
-other keys everywhere.
+How a row's turns are found: prompt_turns.py. `id` or `sample_id` names the row, a `system` text is
+its first turn, the role developer is system; other keys are ignored everywhere.
 """
 
 import hashlib
@@ -16,78 +12,80 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from pipeline.errors import PipelineError, RowReject
-from pipeline.prompt_sources import (
-    ANSWER_KEYS,
-    INPUT_KEY,
-    PAIRS,
-    TURNS,
-    NumberText,
-    SourceRow,
-    open_rows,
-    quote,
-)
+from pipeline.prompt_order import PromptSource, mixed, parse_sources, shuffled
+from pipeline.prompt_rows import ColumnNames, SourceRow, quote
+from pipeline.prompt_sources import open_rows
+from pipeline.prompt_tools import check_unicode
+from pipeline.prompt_turns import Chat, Message, Rendered, Thinking, Turns, read_chat
 
 SEEN_CACHE_KIB = 64 * 2**10  # of ids held in memory
 MAX_ID_CHARS = 1024
 
-# What each reject code means. The codes after `duplicate_id` come from rendering (chat.py).
+# What each reject code means. The codes from `template_refused` on come from rendering.
 REJECT_REASONS: dict[str, str] = {
-    "line_too_long": "the line is longer than 64 MiB",
+    "line_too_long": "the row is longer than 64 MiB",
     "bad_encoding": "the text is not valid UTF-8",
-    "bad_json": "the line is not one JSON value",
+    "bad_json": "the row is not one JSON value, or the array around it is broken off",
     "too_deep": "the JSON nests deeper than 100 levels",
     "duplicate_key": "an object of the row has the same key twice",
-    "non_finite_number": "the row has NaN or Infinity, which are not JSON",
-    "not_an_object": "the line is JSON, but not an object",
-    "no_messages": "none of messages, conversations, instruction and prompt is given",
-    "both_conventions": "messages and conversations are both given, or instruction and prompt",
+    "non_finite_number": "the row has NaN, Infinity or a number too large to hold",
+    "not_an_object": "the row is JSON, but not an object",
+    "no_messages": "none of messages, conversations, instruction, prompt, text, input_ids is given",
+    "both_conventions": "two of the same kind are given: messages and conversations, instruction "
+    "and prompt, text and input_ids, tools and functions",
     "empty_conversation": "the conversation has no turns",
     "bad_turn": "the conversation is no list, or a turn is not one role and one content",
-    "unknown_role": "the role is none of user/human, assistant/gpt, system/developer",
-    "unsupported_role": "tool roles, tool calls and tool definitions are not supported yet",
+    "unknown_role": "the role is none of user/human, assistant/gpt/model, system/developer, "
+    "tool/function/observation/ipython, function_call",
     "empty_content": "a turn's content is null, empty or blank",
     "bad_content": "a turn's content is neither text nor a list of text parts",
+    "bad_tool": "the tools are no list of objects with a name",
+    "bad_tool_call": "a tool call has no name, its arguments are no JSON object, or it is no "
+    "assistant's",
+    "bad_token_ids": "input_ids are no list of whole numbers, or not of the vocabulary",
+    "bad_loss_mask": "loss_mask is not 0 or 1 for each of the input_ids",
     "lone_surrogate": "a text has half a surrogate pair, which is no character",
     "system_not_first": "a system turn stands after another turn",
     "assistant_first": "an assistant turn comes before the first user turn",
     "consecutive_roles": "two turns of the same role follow each other",
+    "tool_order": "a tool's turn follows no call, or a user's turn follows a tool's",
     "no_user_turn": "the conversation has no user turn",
     "bad_id": "the id is neither text nor a number, or is empty",
     "long_id": "the id is longer than 1024 characters",
     "duplicate_id": "an earlier row has the same id (or, without ids, the same conversation)",
+    "duplicate": "with --dedup: an earlier row asks the same",
     "template_refused": "the chat template raised an error on this conversation",
     "template_limit": "rendering takes too much time, memory or text",
-    "template_drops_text": "the chat template leaves out, repeats or rewrites the text of a turn",
+    "template_drops_text": "the chat template leaves out, repeats or rewrites the text of a turn, "
+    "a thought that is to be kept, a tool or a tool call",
     "history_changes": "the chat template prints earlier turns differently once others follow",
-    "control_token": "the text of a turn contains a control token of the tokenizer",
-    "no_assistant_turn": "given turns were asked for, but there is no assistant turn",
+    "control_token": "the text of a turn contains a control token of the tokenizer "
+    "(`--control-tokens text` keeps it as text)",
+    "bad_bos": "a text or its input_ids start without the BOS that the chat template prints, or "
+    "with two",
+    "no_open_answer": "a text or its input_ids do not end where an answer begins",
+    "no_assistant_turn": "given turns were asked for, but there is no answer, or no telling where",
     "answers_touch": "the chat template puts nothing between two answers",
+    "too_long": "the prompt leaves no room for an answer in --max-length or the target's context",
 }
-
-ROLES: dict[str, str] = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "system": "system",
-    "developer": "system",
-}
-TOOL_ROLES = frozenset({"tool", "function", "ipython", "observation", "function_call"})
-
-
-class Message(NamedTuple):
-    """One turn. role: user, assistant or system; content: not blank, valid Unicode."""
-
-    role: str
-    content: str
 
 
 class PromptRow(NamedTuple):
-    """One accepted row; source: `file.jsonl:12` or `dataset:12`, 1-based."""
+    """One accepted row; source: `file.jsonl:12` or `dataset:12`, 1-based, `TAG:` before it.
+
+    messages: its turns; of a rendered prompt there are none. tools: what may be called.
+    """
 
     sample_id: str
     source: str
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    rendered: Rendered | None = None
+    tag: str = ""
+
+    @property
+    def chat(self) -> Chat:
+        return Chat(self.messages, self.tools, self.rendered)
 
 
 class RejectedRow(NamedTuple):
@@ -97,55 +95,146 @@ class RejectedRow(NamedTuple):
     sample_id: str | None
     reason: str
     detail: str
+    tag: str = ""
 
 
-def read_prompts(path: str, *, limit: int | None = None) -> Iterator[PromptRow | RejectedRow]:
-    """Yield every row of a source in order, accepted or rejected, in bounded memory.
+class _Row(NamedTuple):
+    """A row before it is compared with others; chat: None of a rejected one."""
 
-    path: a JSON Lines or Parquet file, a folder saved by `save_to_disk`, or a name or folder
-        that `datasets.load_dataset` takes (`NAME:SPLIT` chooses a split).
-    limit: read only the first `limit` rows, rejected ones included.
+    tag: str
+    source: str
+    sample_id: str | None
+    chat: Chat | None
+    reason: str
+    detail: str
 
-    Raises PipelineError: at once if the source cannot be opened or is empty, while iterating if
-    it has no row at all or breaks half-way.
+
+def read_prompts(
+    paths: str | Sequence[str],
+    *,
+    limit: int | None = None,
+    columns: str | None = None,
+    shuffle: int | None = None,
+    dedup: Turns | None = None,
+    thinking: Thinking = "keep",
+) -> Iterator[PromptRow | RejectedRow]:
+    """Yield every row of all sources in order, accepted or rejected, in bounded memory.
+
+    paths: each a JSON Lines, JSON or Parquet file, a folder of them or one saved by
+        `save_to_disk`, `-` for standard input, or a name that `datasets.load_dataset` takes
+        (`NAME:SPLIT` chooses a split); `=TAG` or `=TAG:WEIGHT` may follow.
+    limit: only the first `limit` rows, rejected ones included; after shuffling.
+    columns: `prompt=question,id=uid`, our names for the source's.
+    shuffle: the seed of a random order.
+    dedup: reject rows that ask the same as an earlier one; for a run that answers these turns.
+
+    With weights, rows come in proportion to them until a source is used up.
+    Raises PipelineError: at once if a source cannot be opened or is empty, while iterating if
+    there is no row at all or a source breaks half-way.
     """
     if limit is not None and limit < 1:
         raise PipelineError(f"The row limit is {limit}; it must be at least 1")
-    return _read(open_rows(path), path, limit)
+    sources = parse_sources([paths] if isinstance(paths, str) else paths)
+    names = ColumnNames(columns)
+    streams = [_rows(source, open_rows(source.path, names), names, thinking) for source in sources]
+    if shuffle is None:
+        rows = _in_order(sources, streams)
+    elif sources[0].weight is None:
+        rows = _shuffled(_in_order(sources, streams), shuffle)
+    else:  # each one's share is drawn from the whole of it
+        rows = _in_order(sources, [_shuffled(stream, shuffle) for stream in streams])
+    return _unique(rows, ", ".join(repr(source.path) for source in sources), limit, dedup)
 
 
-def _read(
-    rows: Iterator[SourceRow], path: str, limit: int | None
+def _rows(
+    source: PromptSource, rows: Iterator[SourceRow], names: ColumnNames, thinking: Thinking
+) -> Iterator[_Row]:
+    for place, values in map(names.renamed, rows):
+        where = f"{source.tag}:{place}" if source.tag else place
+        sample_id: str | None = None
+        try:
+            if isinstance(values, RowReject):
+                raise values
+            sample_id = read_id(values)
+            chat = read_chat(values, thinking)
+        except RowReject as reject:
+            yield _Row(source.tag, where, sample_id, None, reject.reason, reject.detail)
+        else:
+            yield _Row(source.tag, where, sample_id, chat, "", "")
+
+
+def _in_order(sources: Sequence[PromptSource], streams: Sequence[Iterator[_Row]]) -> Iterator[_Row]:
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights:
+        yield from mixed(streams, weights)
+    else:
+        for stream in streams:
+            yield from stream
+
+
+def _shuffled(rows: Iterator[_Row], seed: int) -> Iterator[_Row]:
+    for text in shuffled((json.dumps(row) for row in rows), seed):
+        tag, source, sample_id, chat, reason, detail = json.loads(text)
+        yield _Row(tag, source, sample_id, chat and _restored(chat), reason, detail)
+
+
+def _restored(chat: list[Any]) -> Chat:
+    """A chat as json.dumps wrote its tuples."""
+    messages, tools, rendered = chat
+    turns = (Message(*turn)._replace(tool_calls=tuple(turn[3])) for turn in messages)
+    if rendered is not None:
+        text, ids, mask = rendered
+        rendered = Rendered(text, ids and tuple(ids), mask and tuple(mask))
+    return Chat(tuple(turns), tuple(tools), rendered)
+
+
+def _unique(
+    rows: Iterator[_Row], what: str, limit: int | None, dedup: Turns | None
 ) -> Iterator[PromptRow | RejectedRow]:
-    seen = SeenIds()
+    seen, asked = SeenIds(), SeenIds()
     count = 0
-    for source, row in rows:
+    for row in rows:
         count += 1
-        yield normalise_row(source, row, seen)
+        yield _accepted(row, seen, asked, dedup)
         if count == limit:
             return
     if count == 0:
-        raise PipelineError(f"{path!r} has no rows; prompts need at least one")
+        raise PipelineError(f"{what} has no rows; prompts need at least one")
 
 
-def normalise_row(
-    source: str, row: Mapping[str, Any] | RowReject, seen: "SeenIds"
+def _accepted(
+    row: _Row, seen: "SeenIds", asked: "SeenIds", dedup: Turns | None
 ) -> PromptRow | RejectedRow:
-    """Turn one row of a source into a PromptRow, or say why not."""
-    sample_id: str | None = None
-    try:
-        if isinstance(row, RowReject):
-            raise row
-        sample_id = read_id(row)
-        messages = normalise_messages(row)
-        named = sample_id is not None
-        sample_id = sample_id if sample_id is not None else content_id(messages)
-        if not seen.add(sample_id):
-            what = f"the id {quote(sample_id)}" if named else "the same conversation"
-            raise RowReject("duplicate_id", f"an earlier row has {what}")
-    except RowReject as reject:
-        return RejectedRow(source, sample_id, reject.reason, reject.detail)
-    return PromptRow(sample_id, source, messages)
+    """The row as it is, or its reject where an earlier one has its id or asks the same."""
+    if row.chat is None:
+        return RejectedRow(row.source, row.sample_id, row.reason, row.detail, row.tag)
+    question = canonical_json(asking(row.chat, dedup)) if dedup else ""
+    if dedup and question in asked:
+        detail = "an earlier row asks the same"
+        return RejectedRow(row.source, row.sample_id, "duplicate", detail, row.tag)
+    sample_id = content_id(row.chat) if row.sample_id is None else row.sample_id
+    if not seen.add(sample_id):
+        named = row.sample_id is not None
+        what = f"the id {quote(sample_id)}" if named else "the same conversation"
+        detail = f"an earlier row has {what}"
+        return RejectedRow(row.source, sample_id, "duplicate_id", detail, row.tag)
+    if dedup:
+        asked.add(question)
+    return PromptRow(sample_id, row.source, *row.chat, tag=row.tag)
+
+
+def asking(chat: Chat, turns: Turns) -> Chat:
+    """What of a chat decides the answers of a run: rows alike in this would be answered alike.
+
+    turns: which the run answers. Answers in their place do not count, nor what follows the last.
+    """
+    if turns == "given":
+        return chat
+    last = max((i for i, turn in enumerate(chat.messages) if turn.is_asking), default=-1)
+    asked = chat.messages[: last + 1]
+    if turns == "all":
+        asked = tuple(turn for turn in asked if not turn.is_answer)
+    return chat._replace(messages=asked)
 
 
 # ---- ids
@@ -168,23 +257,34 @@ def read_id(row: Mapping[str, Any]) -> str | None:
         raise RowReject("bad_id", f"{key} is empty text")
     if len(text) > MAX_ID_CHARS:
         raise RowReject("long_id", f"{key} has {len(text)} characters, at most {MAX_ID_CHARS}")
-    _check_unicode(text, key)
+    check_unicode(text, key)
     return text
 
 
-def canonical_json(messages: Sequence[Message]) -> str:
-    """The one JSON text of a conversation that hashes are taken of; ASCII, no spaces."""
-    turns = [{"content": content, "role": role} for role, content in messages]
-    return json.dumps(turns, ensure_ascii=True, separators=(",", ":"))
+def canonical_json(chat: Chat) -> str:
+    """The one JSON text of a conversation that hashes are taken of; ASCII, no spaces.
+
+    What a turn or a row does not have is not in it, so plain ones are lists of {content, role}.
+    """
+    turns = []
+    for turn in chat.messages:
+        rarer = {"thinking": turn.thinking, "tool_calls": turn.tool_calls}
+        rarer |= {"name": turn.name, "call_id": turn.call_id}
+        present = {key: value for key, value in rarer.items() if value}
+        turns.append({"content": turn.content, "role": turn.role, **present})
+    whole: object = turns
+    if chat.tools or chat.rendered:
+        whole = {"messages": turns, "tools": chat.tools, "rendered": chat.rendered}
+    return json.dumps(whole, ensure_ascii=True, separators=(",", ":"))
 
 
-def content_id(messages: Sequence[Message]) -> str:
+def content_id(chat: Chat) -> str:
     """The id of a row without one: 32 hex digits of the SHA-256 of its normalised turns."""
-    return hashlib.sha256(canonical_json(messages).encode()).hexdigest()[:32]
+    return hashlib.sha256(canonical_json(chat).encode()).hexdigest()[:32]
 
 
 class SeenIds:
-    """The ids met so far; in a temporary database file, so memory does not grow with them."""
+    """The texts met so far; in a temporary database file, so memory does not grow with them."""
 
     def __init__(self) -> None:
         self._ids = sqlite3.connect("")
@@ -193,150 +293,32 @@ class SeenIds:
             "CREATE TABLE ids (digest BLOB PRIMARY KEY) WITHOUT ROWID;"
         )
 
-    def add(self, sample_id: str) -> bool:
-        """Take up an id; False if it was there already."""
-        digest = hashlib.blake2b(sample_id.encode(), digest_size=16).digest()
-        return self._ids.execute("INSERT OR IGNORE INTO ids VALUES (?)", (digest,)).rowcount == 1
+    def add(self, text: str) -> bool:
+        """Take up a text; False if it was there already."""
+        values = (_digest(text),)
+        return self._ids.execute("INSERT OR IGNORE INTO ids VALUES (?)", values).rowcount == 1
+
+    def __contains__(self, text: str) -> bool:
+        found = self._ids.execute("SELECT 1 FROM ids WHERE digest = ?", (_digest(text),))
+        return found.fetchone() is not None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class PromptHasher:
-    """One SHA-256 over the accepted rows of a run in order: their ids and normalised turns."""
+    """One SHA-256 over the accepted rows of a run in order: ids, normalised turns, tags."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
 
     def update(self, row: PromptRow) -> None:
         """Add a row. Line breaks inside texts are escaped, so rows cannot run together."""
-        line = f"{json.dumps(row.sample_id)} {canonical_json(row.messages)}\n"
+        tag = f" {row.tag}" if row.tag else ""
+        line = f"{json.dumps(row.sample_id)} {canonical_json(row.chat)}{tag}\n"
         self._sha256.update(line.encode())
 
     def hexdigest(self) -> str:
         """The hash of all rows so far, 64 hex digits."""
         return self._sha256.hexdigest()
-
-
-# ---- turns
-
-
-def normalise_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The turns of a row in one convention; a null value counts as absent everywhere.
-
-    Raises RowReject with a code of REJECT_REASONS.
-    """
-    # Datasets of turns often repeat the first one as `prompt`: turns are the whole.
-    given = [key for key in TURNS if row.get(key) is not None]
-    given = given or [key for key in PAIRS if row.get(key) is not None]
-    if not given:
-        raise RowReject("no_messages", f"the row needs one of {', '.join((*TURNS, *PAIRS))}")
-    if len(given) > 1:
-        raise RowReject("both_conventions", f"give one of {' and '.join(given)}")
-    for key in ("tools", "functions"):
-        if row.get(key):
-            raise RowReject("unsupported_role", f"the row defines {key}")
-    if given[0] in TURNS:
-        messages = _read_turns(row[given[0]], given[0])
-    else:
-        messages = _read_pair(row, given[0])
-    if row.get("system") is not None:
-        messages.insert(0, Message("system", _read_content(row["system"], "system")))
-    _check_order(messages)
-    return tuple(messages)
-
-
-def _read_turns(turns: object, key: str) -> list[Message]:
-    if not isinstance(turns, list):
-        raise RowReject("bad_turn", f"{key} must be a list, not {type(turns).__name__}")
-    if not turns:
-        raise RowReject("empty_conversation", f"{key} is an empty list")
-    return [_read_turn(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
-
-
-def _read_pair(row: Mapping[str, Any], key: str) -> list[Message]:
-    """A question under `key`, perhaps with an answer; blank input or output counts as none."""
-    if isinstance(row[key], list):  # a prompt may be turns
-        return _read_turns(row[key], key)
-    content = _read_content(row[key], key)
-    if key == "instruction" and _is_text(row.get(INPUT_KEY)):
-        content = f"{content}\n\n{_read_content(row[INPUT_KEY], INPUT_KEY)}"
-    messages = [Message("user", content)]
-    found = [name for name in ANSWER_KEYS[key] if _is_text(row.get(name))]
-    if len(found) > 1:
-        raise RowReject("bad_turn", f"the row has both {found[0]} and {found[1]}")
-    if found:
-        messages.append(Message("assistant", _read_content(row[found[0]], found[0])))
-    return messages
-
-
-def _is_text(value: object) -> bool:
-    """Whether there is something: null and blank text are nothing, a number is an error later."""
-    return value is not None and not (type(value) is str and not value.strip())
-
-
-def _read_turn(turn: object, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise RowReject("bad_turn", f"{where} must be an object, not {type(turn).__name__}")
-    for key in ("tool_calls", "function_call", "tool_call_id"):
-        if turn.get(key):
-            raise RowReject("unsupported_role", f"{where} has {key}")
-    name = _one_of(turn, "role", "from", where)
-    if type(name) is not str:
-        raise RowReject("bad_turn", f"{where} has no role (or from) that is text")
-    if name in TOOL_ROLES:
-        raise RowReject("unsupported_role", f"{where} has the role {quote(name)}")
-    if name not in ROLES:
-        raise RowReject("unknown_role", f"{where} has the role {quote(name)}")
-    return Message(ROLES[name], _read_content(_one_of(turn, "content", "value", where), where))
-
-
-def _one_of(turn: dict[str, Any], first: str, second: str, where: str) -> object:
-    """The value under either name; both at once would leave the choice to chance."""
-    found = [turn[key] for key in (first, second) if turn.get(key) is not None]
-    if len(found) == 2:
-        raise RowReject("bad_turn", f"{where} has both {first} and {second}")
-    return found[0] if found else None
-
-
-def _read_content(content: object, where: str) -> str:
-    if isinstance(content, list):
-        content = "".join(_read_part(part, f"{where} part {i}") for i, part in enumerate(content))
-    if content is None:
-        raise RowReject("empty_content", f"{where} has no content")
-    if type(content) is not str:
-        kind = "number" if isinstance(content, NumberText) else type(content).__name__
-        raise RowReject("bad_content", f"the content of {where} is a {kind}, not text")
-    if not content.strip():
-        raise RowReject("empty_content", f"the content of {where} is blank")
-    _check_unicode(content, where)
-    return content
-
-
-def _read_part(part: object, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise RowReject("bad_content", f"{where} is {quote(kind)}, not a text part")
-    text = part.get("text")
-    if type(text) is not str:
-        raise RowReject("bad_content", f"{where} has no text")
-    return text
-
-
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        detail = f"{where} has {quote(text[error.start])} alone at character {error.start}"
-        raise RowReject("lone_surrogate", detail) from None
-
-
-def _check_order(messages: Sequence[Message]) -> None:
-    previous = ""
-    for index, (role, _) in enumerate(messages):
-        if role == "system" and index > 0:
-            raise RowReject("system_not_first", f"turn {index} is a system turn")
-        if role == "assistant" and previous in ("", "system"):
-            raise RowReject("assistant_first", f"turn {index} answers no user turn")
-        if role == previous:
-            raise RowReject("consecutive_roles", f"turns {index - 1} and {index} are both {role}")
-        previous = role
-    if all(role != "user" for role, _ in messages):
-        raise RowReject("no_user_turn", "there is nothing to answer")

@@ -7,11 +7,9 @@ import dataclasses
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pipeline.card import dataset_card
-from pipeline.chat import ChatRenderer
 from pipeline.config_file import settings_text
 from pipeline.endpoint import checked_url
 from pipeline.errors import PipelineError
@@ -25,6 +23,7 @@ from pipeline.models.load import (
     load_tokenizer,
 )
 from pipeline.plan import Plan, fingerprint_fields, make_plan
+from pipeline.planned_rows import make_renderer
 from pipeline.rollout import longest_row, sampling_record
 from pipeline.settings import Settings
 from pipeline.summary import made_how, run_summary
@@ -126,6 +125,7 @@ class Run:
             "rows_in": rows_in,
             "rows_out": rows_out,
             "rejected": dict(sorted(rejected.items())),
+            "sources": {tag: share.model_dump() for tag, share in self.plan.sources.items()},
             "tokens": sum(c.tokens for c in shards),
             "summary": run_summary(rollouts, shards, self.spec.layout.bytes_per_token),
             "shards": [c.model_dump(mode="json", exclude={"rejects"}) for c in shards],
@@ -179,12 +179,7 @@ def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) 
         kv_cache_dtype=settings.kv_cache_dtype,
     )
     eos_ids = load_eos_ids(files, tokenizer)
-    renderer = ChatRenderer(
-        tokenizer,
-        template=_template(settings),
-        eos_ids=eos_ids,
-        control_tokens=settings.control_tokens,
-    )
+    renderer = make_renderer(settings, tokenizer, eos_ids)
     if settings.topk > geometry.vocab_size:
         raise PipelineError(
             f"--topk {settings.topk}: the vocabulary has only {geometry.vocab_size} tokens"
@@ -222,12 +217,3 @@ def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) 
     if files.kind == "gguf":
         target["tensor_types"] = dict(read_gguf(files.path).quantisation)
     return Run(spec=spec, folder=folder, plan=plan, commits=commits, target=target)
-
-
-def _template(settings: Settings) -> str | None:
-    if settings.chat_template is None:
-        return None
-    try:
-        return Path(settings.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"--chat-template {settings.chat_template}: {error}") from error

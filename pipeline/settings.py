@@ -2,15 +2,16 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import typer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from pipeline.errors import PipelineError, exit_on_error
+from pipeline.errors import exit_on_error
 from pipeline.layers import parse_features
+from pipeline.prompt_settings import PromptSettings
 
 # Settings that do not change a byte of the data files.
 NOT_IN_FINGERPRINT = frozenset(
@@ -39,18 +40,9 @@ FINGERPRINTED_BY_CONTENT = frozenset(
 OF_THE_CALL = frozenset({"dry_run", "verify_resume", "quiet", "log_json"})
 
 
-class Settings(BaseModel):
-    """All of them; field descriptions are the help texts of the command line."""
+class Settings(PromptSettings):
+    """All of them, with those of the prompts; field descriptions are the command line's help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    target: str = Field(
-        description="Target model: a Hugging Face directory, a .gguf file, gemma4-nano or "
-        "smollm2-135m."
-    )
-    prompts: str = Field(
-        description="Prompts: JSONL or Parquet file, saved dataset directory, or dataset name."
-    )
     out: str = Field(
         description="Output directory (absolute under `ray job submit`) or URL: s3://bucket/path."
     )
@@ -58,9 +50,6 @@ class Settings(BaseModel):
         "auto",
         description="What runs the target model. llamacpp: the very arithmetic that serves a GGUF; "
         "auto: llamacpp for a .gguf if it is installed, else transformers.",
-    )
-    tokenizer: str | None = Field(
-        None, description="Directory of a Hugging Face tokenizer to use in place of the target's."
     )
     features: str = Field(
         "mtp", description="Feature sets to extract, in one pass: mtp, dspark, eagle3, with commas."
@@ -70,15 +59,7 @@ class Settings(BaseModel):
         description="Blocks whose outputs a feature set holds, 0-based, not the usual ones: "
         "eagle3=1,14,26. Once for each set.",
     )
-    turns: Literal["all", "last", "given"] = Field(
-        "all",
-        description="Assistant turns the target model answers anew: all, only the last, or none "
-        "(given: the input's own answers, on_policy 0).",
-    )
     max_new_tokens: int = Field(1024, ge=1, description="Longest answer, in tokens.")
-    max_length: int = Field(
-        16384, ge=2, description="Longest row, prompt plus answers, within the target's context."
-    )
     temperature: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="Sampling: temperature; 0 is greedy."
     )
@@ -112,14 +93,6 @@ class Settings(BaseModel):
     kv_cache_dtype: Literal["float16", "float32"] = Field(
         "float16", description="llama.cpp's KV cache, and so the dtype K and V are kept in there."
     )
-    chat_template: str | None = Field(
-        None, description="Jinja file to use in place of the target's own chat template."
-    )
-    control_tokens: Literal["reject", "text"] = Field(
-        "reject",
-        description="A control token's name in a prompt: reject the row, or let it stay text.",
-    )
-    limit: int | None = Field(None, ge=1, description="Read at most this many prompts.")
     batch_tokens: int = Field(4096, ge=1, description="Tokens of an extraction micro-batch.")
     rollout_rows: int = Field(32, ge=1, description="Conversations of a rollout part.")
     shard_mb: int = Field(512, ge=1, description="Size of a shard in MB, before compression.")
@@ -154,9 +127,6 @@ class Settings(BaseModel):
     verify_resume: bool = Field(
         False, description="On resume, read every finished file and check its sha256."
     )
-    trust_remote_code: bool = Field(
-        False, description="Run the Python code that a Hugging Face directory brings along."
-    )
     dry_run: bool = Field(
         False, description="Plan, measure a few rows, print the forecast, write nothing."
     )
@@ -170,19 +140,12 @@ class Settings(BaseModel):
     def _in_order(cls, text: str) -> str:
         return ",".join(parse_features(text))
 
-    @classmethod
-    def check(cls, **values: Any) -> "Settings":
-        """Build settings; raises PipelineError that names the first bad option."""
-        try:
-            return cls(**values)
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            option = "--" + str(first["loc"][0]).replace("_", "-")
-            raise PipelineError(f"{option}: {first['msg']} (got {first['input']!r})") from error
-
     def fingerprinted(self) -> dict[str, Any]:
         """The settings that change bytes of the data files."""
         return self.model_dump(exclude=set(NOT_IN_FINGERPRINT | FINGERPRINTED_BY_CONTENT))
+
+
+Model = TypeVar("Model", bound=PromptSettings)
 
 
 def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:
@@ -245,3 +208,47 @@ def _options() -> Iterator[tuple[str, Any, Any, str | None]]:
         else:
             default = field.get_default(call_default_factory=True)
             yield name, field.annotation, default, field.description
+
+
+def with_options(
+    kind: type[Model], *, arguments: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a typer command of `run(settings, …)`: the fields of `kind` become options, before the
+    parameters that `run` has of its own.
+
+    arguments: fields that are positional, each with its word in the usage line.
+    """
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(run).parameters.values())[1:]
+
+        @functools.wraps(run)
+        def command(**values: Any) -> None:
+            with exit_on_error():
+                rest = {parameter.name: values.pop(parameter.name) for parameter in own}
+                run(kind.check(**values), **rest)
+
+        parameters = [_parameter(name, kind, arguments or {}) for name in kind.model_fields]
+        parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(
+    name: str, kind: type[PromptSettings], arguments: Mapping[str, str]
+) -> inspect.Parameter:
+    field = kind.model_fields[name]
+    if name in arguments:
+        told: Any = typer.Argument(metavar=arguments[name], help=field.description)
+    else:
+        told = typer.Option("--" + name.replace("_", "-"), help=field.description)
+    required = field.is_required()
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=... if required else field.get_default(call_default_factory=True),
+        annotation=Annotated[field.annotation, told],
+    )

@@ -113,6 +113,8 @@ def print_summary(manifest: Mapping[str, Any], out: str) -> None:
         f"{manifest['rows_in']:,} rows in = {manifest['rows_out']:,} out + {rejected:,} rejected"
         + (f" ({reasons}; see rejects.jsonl)" if reasons else "")
     )
+    if manifest["sources"]:
+        print(f"prompts by source: {shares_text(manifest['sources'])}")
     rates = summary["tokens_per_worker_second"]
     print(
         f"{manifest['tokens']:,} tokens ({summary['generated_tokens']:,} generated); a worker made "
@@ -123,6 +125,16 @@ def print_summary(manifest: Mapping[str, Any], out: str) -> None:
         f"{len(manifest['shards'])} shards, {summary['bytes'] / 1e6:,.1f} MB in {out}, "
         f"{summary['compressed'] or 0:.2f} of the logical bytes; {summary['retried']} tasks "
         f"retried, {summary['quarantined_rows']} rows quarantined"
+    )
+
+
+def shares_text(sources: Mapping[str, Mapping[str, int]]) -> str:
+    """`code 120 (3 rejected, 41% of the prompt tokens), …` by tag."""
+    tokens = sum(share["prompt_tokens"] for share in sources.values()) or 1
+    return ", ".join(
+        f"{tag or 'no tag'} {share['accepted']:,} ({share['rejected']:,} rejected, "
+        f"{share['prompt_tokens'] / tokens:.0%} of the prompt tokens)"
+        for tag, share in sources.items()
     )
 
 

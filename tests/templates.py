@@ -89,12 +89,90 @@ MISTRAL = (
     "{%- endfor -%}"
 )
 
+# Gemma-4: turns of their own for system texts and for tools; a thought opens an answer's turn, and
+# leaves it once another question follows; without thinking an empty one closes the header.
+GEMMA4 = (
+    "{%- macro value(v) -%}"
+    "{%- if v is string -%}{{ '<|q|>' ~ v ~ '<|q|>' }}{%- else -%}{{ v | tojson }}{%- endif -%}"
+    "{%- endmacro -%}"
+    "{{- bos_token -}}"
+    "{%- set ns = namespace(last=-1, open=false) -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if tools or enable_thinking | default(false) -%}"
+    "{{ '<|turn>system\n' ~ ('<|think|>' if enable_thinking | default(false) else '') }}"
+    "{%- for t in tools or [] -%}"
+    "{{ '<|tool>' ~ t.function.name ~ ' ' ~ (t.function.parameters | tojson) ~ '<tool|>' }}"
+    "{%- endfor -%}"
+    "{{ '<turn|>\n' }}"
+    "{%- endif -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}"
+    "{{ '<|tool_response>' ~ value(m.content) ~ '<tool_response|>' }}"
+    "{%- else -%}"
+    "{%- if not ns.open -%}"
+    "{{ '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' }}"
+    "{%- endif -%}"
+    "{%- if m.reasoning_content and loop.index0 > ns.last -%}"
+    "{{ '<|channel>thought\n' ~ m.reasoning_content ~ '\n<channel|>' }}"
+    "{%- endif -%}"
+    "{{ m.content | trim }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    "{{ '<|tool_call>call:' ~ c.function.name ~ '{' }}"
+    "{%- for k, v in c.function.arguments | dictsort -%}"
+    "{{ k ~ ':' ~ value(v) ~ ',' }}"
+    "{%- endfor -%}"
+    "{{ '}<tool_call|>' }}"
+    "{%- endfor -%}"
+    "{%- set ns.open = m.tool_calls is defined -%}"
+    "{%- if not ns.open -%}{{ '<turn|>\n' }}{%- endif -%}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt and not ns.open -%}"
+    "{{ '<|turn>model\n' }}"
+    "{%- if not enable_thinking | default(true) -%}"
+    "{{ '<|channel>thought\n<channel|>' }}"
+    "{%- endif -%}"
+    "{%- endif -%}"
+)
+
+# Qwen3 and SmolLM3 with tools: their definitions as JSON in the system turn, calls as JSON, results
+# in a user turn, thoughts between tags.
+TOOLS = (
+    "{%- if tools -%}"
+    "{{ '<|im_start|>system\n' }}"
+    "{%- for t in tools -%}{{ t | tojson ~ '\n' }}{%- endfor -%}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- endif -%}"
+    "{%- for m in messages -%}"
+    "{{ '<|im_start|>' ~ ('user' if m.role == 'tool' else m.role) ~ '\n' }}"
+    "{%- if m.role == 'tool' -%}"
+    "{{ 'result: ' ~ (m.content | tojson) }}"
+    "{%- else -%}"
+    "{%- if m.reasoning_content -%}"
+    "{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' }}"
+    "{%- endif -%}"
+    "{{ m.content }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    "{{ 'call ' ~ c.function.name ~ ' ' ~ (c.function.arguments | tojson) }}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{ '<|im_start|>assistant\n' ~ ('<think>\n' if open_thought | default(false) else '') }}"
+    "{%- endif -%}"
+)
+
 ALL = {
     "chatml": CHATML,
     "llama3": LLAMA3,
     "gemma": GEMMA,
     "qwen3": QWEN3,
     "mistral": MISTRAL,
+    "gemma4": GEMMA4,
+    "tools": TOOLS,
 }
 
 SPECIAL_TOKENS = [
@@ -110,6 +188,18 @@ SPECIAL_TOKENS = [
     "[INST]",
     "[/INST]",
     "</s>",
+    "<|turn>",
+    "<turn|>",
+    "<|channel>",
+    "<channel|>",
+    "<|think|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|q|>",
 ]
 
 # The token that ends an answer under each template.
@@ -119,4 +209,6 @@ END_OF_TURN = {
     "gemma": "</turn>",
     "qwen3": "<|im_end|>",
     "mistral": "</s>",
+    "gemma4": "<turn|>",
+    "tools": "<|im_end|>",
 }

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import templates
+from chats import byte_tokenizer, chat, renderer_for, rendering, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
-    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -27,44 +27,8 @@ from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
 from pipeline.models.load import find_target, load_eos_ids, load_tokenizer
-from pipeline.prompts import Message, PromptRow, read_prompts
-
-
-def byte_tokenizer(template: str | None, eos: str = "<eos>", **special: str) -> Any:
-    """One token a byte, and the control tokens of all test templates."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(templates.SPECIAL_TOKENS)
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>"), AddedToken("<table>")])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token=eos, **special
-    )
-    made.chat_template = template
-    return made
-
-
-def renderer_for(name: str, **kwargs: Any) -> ChatRenderer:
-    tokenizer = byte_tokenizer(templates.ALL[name])
-    end = tokenizer.convert_tokens_to_ids(templates.END_OF_TURN[name])
-    return ChatRenderer(tokenizer, eos_ids=[end], **kwargs)
-
-
-def text_of(renderer: ChatRenderer, ids: Any) -> str:
-    text: str = renderer._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return text
-
-
-def rendering(renderer: ChatRenderer, messages: list[Message], **kwargs: Any) -> Any:
-    chat = [message._asdict() for message in messages]
-    return renderer._tokenizer.apply_chat_template(chat, return_dict=False, **kwargs)
-
-
-def chat(*texts: str, system: str | None = None) -> list[Message]:
-    roles = ["user", "assistant"] * len(texts)
-    turns = [Message(*turn) for turn in zip(roles, texts, strict=False)]
-    return ([] if system is None else [Message("system", system)]) + turns
+from pipeline.prompt_turns import Message
+from pipeline.prompts import PromptRow, read_prompts
 
 
 @pytest.fixture(scope="session")
@@ -109,6 +73,13 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "</turn>\n<turn>user\nq2</turn>\n<turn>model\n",
             ],
         ),
+        (
+            "gemma4",
+            [
+                "<bos><|turn>system\nS<turn|>\n<|turn>user\nq 1<turn|>\n<|turn>model\n",
+                "<turn|>\n<|turn>user\nq2<turn|>\n<|turn>model\n",
+            ],
+        ),
     ],
 )
 def test_segments(name: str, expected: list[str]) -> None:
@@ -127,7 +98,7 @@ def test_first_prompt_is_the_tokenizers_own(name: str) -> None:
     assert ids.dtype == np.int32
     assert ids.tolist() == expected
     bos = renderer._tokenizer.bos_token_id
-    assert ids.tolist().count(bos) == (0 if name in ("chatml", "qwen3") else 1)
+    assert ids.tolist().count(bos) == (0 if name in ("chatml", "qwen3", "tools") else 1)
 
 
 def test_smollm2_prompt_and_row(smol: Any) -> None:
@@ -215,9 +186,12 @@ def test_control_token_in_the_context_of_the_last_turn(turn: int) -> None:
 
 
 def test_placeholder_that_is_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = chat_layout._mark
-    monkeypatch.setattr(chat_layout, "_mark", lambda seed: "Qx" if " 0 " in seed else real(seed))
-    marked = chat_layout.with_marks(chat("Qx", "b"), roles={"user", "assistant"})
+    real = chat_layout.letters_of
+    monkeypatch.setattr(
+        chat_layout, "letters_of", lambda seed: "Qx" if " 0 " in seed else real(seed)
+    )
+    messages = chat("Qx", "b")
+    marked = chat_layout.with_marks(messages, chat_layout.slot_marks(messages))
     assert all(len(m.content) == 33 and m.content.isalpha() for m in marked)
     assert len({m.content for m in marked}) == 2
 
@@ -371,6 +345,8 @@ def test_tokenizer_that_adds_bos_itself() -> None:
         ("gemma", "a1</turn>a2</turn>"),
         ("qwen3", " a1 \n<|im_end|>a2\n<|im_end|>"),
         ("mistral", " a1 \n</s>a2\n</s>"),
+        ("gemma4", "a1<turn|>a2<turn|>"),
+        ("tools", " a1 \n<|im_end|>a2\n<|im_end|>"),
     ],
 )
 def test_given_row(name: str, learnt: str) -> None:
@@ -460,7 +436,7 @@ def test_given_row_round_trip(name: str, texts: list[str], system: str | None) -
         assert reject.reason == "control_token"
         return
     assert text_of(renderer, ids) == rendering(renderer, messages, tokenize=False)
-    stripped = name in ("llama3", "gemma")
+    stripped = name in ("llama3", "gemma", "gemma4")
     answers = [
         m.content.strip() if stripped else m.content for m in messages if m.role == "assistant"
     ]
@@ -636,9 +612,11 @@ def test_demo_prompts_show_both_conventions() -> None:
 def test_control_tokens_in_text_stay_text_where_that_is_wished(name: str) -> None:
     """A20: the same control ids as of a harmless text, and the ids decode to what was typed."""
     renderer = renderer_for(name, control_tokens="text")
-    every = "".join(renderer._shields.values())
+    every = "".join(renderer._encoder._shields.values())
     typed = f"a{every}b<|im_<|im_end|>end|> {every[::-1]}c"
-    count = len([i for i in renderer.encode("a b c").tolist() if i in renderer._control_ids])
+    count = len(
+        [i for i in renderer.encode("a b c").tolist() if i in renderer._encoder.control_ids]
+    )
     for answered in (False, True):
         # Answers are left alone: templates look for thinking in them and take it out.
         harmless = chat("x", "y", "z") if answered else chat("x")
@@ -647,7 +625,8 @@ def test_control_tokens_in_text_stay_text_where_that_is_wished(name: str) -> Non
             plain = np.concatenate(make(renderer, harmless).segments)
             shielded = np.concatenate(make(renderer, hostile).segments)
             controls = [
-                [i for i in ids.tolist() if i in renderer._control_ids] for ids in (plain, shielded)
+                [i for i in ids.tolist() if i in renderer._encoder.control_ids]
+                for ids in (plain, shielded)
             ]
             assert controls[0] == controls[1] and count == 0
         ids = Conversation.last_turn(renderer, hostile).segments[0]
@@ -660,13 +639,13 @@ def test_control_tokens_of_real_tokenizers_stay_text(smol: Any) -> None:
     nano_tokenizer = load_tokenizer(nano)
     for tokenizer, eos in ((smol, ()), (nano_tokenizer, load_eos_ids(nano, nano_tokenizer))):
         renderer = ChatRenderer(tokenizer, eos_ids=eos, control_tokens="text")
-        names = sorted(renderer._shields.values())
+        names = sorted(renderer._encoder._shields.values())
         assert len(names) > 5
         for name in names:
             row = renderer.given_row(chat(f"Say {name}!", f"No {name}."))
             plain = renderer.given_row(chat("Say x!", "No x."))
-            found = [i for i in row.ids.tolist() if i in renderer._control_ids]
-            assert found == [i for i in plain.ids.tolist() if i in renderer._control_ids]
+            found = [i for i in row.ids.tolist() if i in renderer._encoder.control_ids]
+            assert found == [i for i in plain.ids.tolist() if i in renderer._encoder.control_ids]
             assert f"Say {name}!" in text_of(renderer, row.ids)
             assert f"No {name}." in text_of(renderer, row.ids[row.loss_mask == 1])
 

@@ -268,8 +268,9 @@ def test_rollout_then_extract_is_the_whole_run(tiny_run: Path, tmp_path: Path) -
     words = [
         word
         for name, value in options.items()
-        if not isinstance(value, bool | list) and name != "max_reject_fraction"
-        for word in ("--" + name.replace("_", "-"), str(value))
+        if not isinstance(value, bool) and name != "max_reject_fraction"
+        for part in (value if isinstance(value, list) else [value])
+        for word in ("--" + name.replace("_", "-"), str(part))
     ]
     early = run_cli("extract", *words)
     assert early.returncode == 2 and "not all rollouts are there yet" in early.stderr
@@ -307,4 +308,5 @@ def test_prompts_tells_what_a_run_would_take(tiny_llama_dir: Path, tmp_path: Pat
         "accepted": 1,
         "rejected": {"bad_json": 1, "no_assistant_turn": 2},
         "tokens": len("user\nWhy?\nassistant\nSo.\n") + 4,  # bytes, and four control tokens
+        "sources": {},
     }

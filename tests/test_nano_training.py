@@ -21,7 +21,7 @@ from jobs.nano_training import (
 from pipeline.chat import ChatRenderer, GivenRow
 from pipeline.models.load import find_target, load_tokenizer
 from pipeline.models.tiny import exact_in_both, tiny_config
-from pipeline.prompts import Message
+from pipeline.prompt_turns import Message
 
 SOURCE = '''\
 """Module head.

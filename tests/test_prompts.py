@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import prompt_sources
+from pipeline import prompt_json
 from pipeline.errors import PipelineError
+from pipeline.prompt_turns import Message
 from pipeline.prompts import (
     REJECT_REASONS,
-    Message,
     PromptHasher,
     PromptRow,
     RejectedRow,
@@ -70,6 +70,8 @@ def reasons(path: str) -> list[str | None]:
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Yes"}
 SYSTEM = {"role": "system", "content": "Be kind"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+CALL_OF_LIST = {**CALL, "tool_calls": [{"name": "f", "arguments": [1]}]}
 
 BAD_ROWS: list[tuple[str, Any]] = [
     ("bad_encoding", b'{"messages":[{"role":"user","content":"\xff"}]}'),
@@ -84,7 +86,7 @@ BAD_ROWS: list[tuple[str, Any]] = [
     ("non_finite_number", '{"score":-Infinity,"messages":[]}'),
     ("not_an_object", "[1, 2]"),
     ("not_an_object", "null"),
-    ("no_messages", {"text": "Hello"}),
+    ("no_messages", {"body": "Hello"}),
     ("no_messages", {"messages": None, "conversations": None}),
     ("both_conventions", {"messages": HELLO, "conversations": [{"from": "human", "value": "x"}]}),
     ("empty_conversation", {"messages": []}),
@@ -97,9 +99,26 @@ BAD_ROWS: list[tuple[str, Any]] = [
     ("bad_turn", {"messages": [{"role": "user", "content": "x", "value": "y"}]}),
     ("unknown_role", {"messages": [{"role": "narrator", "content": "x"}]}),
     ("unknown_role", {"conversations": [{"from": "\ud83d", "value": "x"}]}),
-    ("unsupported_role", {"messages": [USER, {"role": "tool", "content": "x"}]}),
-    ("unsupported_role", {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f"}]}]}),
-    ("unsupported_role", {"messages": [USER], "tools": [{"name": "f"}]}),
+    ("tool_order", {"messages": [USER, {"role": "tool", "content": "x"}]}),
+    ("tool_order", {"messages": [USER, CALL, {"role": "tool", "content": "x"}, USER]}),
+    ("bad_tool_call", {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": {}}]}]}),
+    ("bad_tool_call", {"messages": [USER, {**ANSWER, "tool_calls": "f("}]}),
+    ("bad_tool_call", {"messages": [{**USER, "tool_calls": [{"name": "f"}]}]}),
+    (
+        "bad_tool_call",
+        {"messages": [USER, {**CALL, "tool_calls": [{"name": "f", "arguments": 1}]}]},
+    ),
+    ("bad_tool", {"messages": [USER], "tools": [{"description": "f"}]}),
+    ("bad_tool", {"messages": [USER], "tools": "f("}),
+    ("non_finite_number", b'{"prompt": "x", "tools": [{"name": "f", "parameters": 1e999}]}'),
+    ("bad_token_ids", {"input_ids": [1, -1]}),
+    ("bad_token_ids", {"input_ids": [1, 1.5]}),
+    ("bad_token_ids", {"input_ids": "12"}),
+    ("bad_loss_mask", {"input_ids": [1, 2], "loss_mask": [1]}),
+    ("bad_loss_mask", {"input_ids": [1, 2], "loss_mask": [0, 2]}),
+    ("both_conventions", {"input_ids": [1, 2], "text": "x"}),
+    ("empty_conversation", {"input_ids": []}),
+    ("bad_turn", {"messages": [USER, {**ANSWER, "reasoning": "a", "thinking": "b"}]}),
     ("empty_content", {"messages": [{"role": "user", "content": None}]}),
     ("empty_content", {"messages": [{"role": "user", "content": " \n\u3000"}]}),
     ("empty_content", {"messages": [{"role": "user", "content": []}]}),
@@ -127,8 +146,11 @@ FROM_RENDERING = {
     "template_drops_text",
     "history_changes",
     "control_token",
+    "bad_bos",
+    "no_open_answer",
     "no_assistant_turn",
     "answers_touch",
+    "too_long",
 }
 
 
@@ -145,7 +167,7 @@ def test_bad_row_is_one_reject_among_good_ones(write: Write, reason: str, line: 
 
 
 def test_every_reason_has_a_case() -> None:
-    elsewhere = {"line_too_long", "duplicate_id"}
+    elsewhere = {"line_too_long", "duplicate_id", "duplicate"}
     assert {reason for reason, _ in BAD_ROWS} | elsewhere | FROM_RENDERING == set(REJECT_REASONS)
 
 
@@ -159,7 +181,7 @@ def test_bad_json_names_the_byte(write: Write) -> None:
 
 
 def test_long_line_is_skipped_whole(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_sources, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(prompt_json, "MAX_LINE_BYTES", 100)
     path = write(
         {"messages": HELLO},
         {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
@@ -323,7 +345,7 @@ def test_content_id_is_pinned(write: Write) -> None:
     # sha256 of [{"content":"Hello","role":"user"}]: shards are found by it, so it never changes.
     row = accepted(write({"messages": HELLO}))
     assert row.sample_id == "013cf0c05f083773340d61c256a32240"
-    assert row.sample_id == content_id(row.messages)
+    assert row.sample_id == content_id(row.chat)
 
 
 def test_duplicates(write: Write) -> None:
@@ -413,10 +435,11 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     [
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("blank.jsonl", b"\xef\xbb\xbf\n \r\n", "has no rows"),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "gzip-compressed"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", r"rows\.jsonl\.gz is broken gzip"),
+        ("rows.jsonl.bz2", b"BZh91AY", "bzip2-compressed"),
         ("rows.jsonl", b"\xff\xfe{\x00", "UTF-16"),
         ("rows.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("rows.json", b' [\n{"messages": []}]', "one JSON array"),
+        ("rows.json", b" [\n ] ", "has no rows"),
         ("rows.parquet", b"not parquet", "does not start like a Parquet file"),
         ("rows.parquet", b"PAR1" + b"\0" * 40, "cut-off Parquet file"),
     ],
@@ -499,8 +522,8 @@ def test_parquet_bad_text_is_one_reject(tmp_path: Path) -> None:
 
 
 def test_parquet_without_conversations(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(PipelineError, match=r"none of the columns messages, .*, only: 'text', 'n'"):
+    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(PipelineError, match=r"none of the columns messages, .*, only: 'body', 'n'"):
         list(read_prompts(str(tmp_path / "x.parquet")))
 
 
@@ -589,17 +612,6 @@ def test_saved_dataset_that_is_broken(tmp_path: Path) -> None:
         read_prompts(str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_folder_of_files(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(ROWS), folder / "a.parquet")
-    else:
-        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    check_rows(str(folder), "folder")
-
-
 def test_folder_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="could not load the folder"):
         read_prompts(str(tmp_path))
@@ -670,7 +682,7 @@ def test_alpaca_columns_of_parquet(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     rows = list(read_prompts(str(tmp_path / "a.parquet")))
-    turns = [[tuple(m) for m in row.messages] for row in rows if isinstance(row, PromptRow)]
+    turns = [[tuple(m)[:2] for m in row.messages] for row in rows if isinstance(row, PromptRow)]
     assert turns == [[("user", "Add\n\n1 2"), ("assistant", "3")], [("user", "Say")]]
 
 
@@ -678,7 +690,7 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E20's kind; the cap is lowered to keep the test small."""
-    monkeypatch.setattr("pipeline.prompt_sources.MAX_ROW_GROUP_BYTES", 10**7)
+    monkeypatch.setattr("pipeline.prompt_parquet.MAX_ROW_GROUP_BYTES", 10**7)
     table = pa.table({"prompt": ["x" * 1_000_000 + str(i) for i in range(16)]})
     pq.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
     assert (tmp_path / "bomb.parquet").stat().st_size < 50_000

@@ -214,7 +214,7 @@ def test_another_run_in_the_same_folder_is_refused_naming_what_differs(
     assert "settings.seed: there 7, now 8" in str(error.value)
     assert "settings.max_new_tokens: there 96, now 5" in str(error.value)
     prompts = tmp_path / "edited.jsonl"
-    original = Path(settings_of(out).prompts).read_text()
+    original = Path(settings_of(out).prompts[0]).read_text()
     prompts.write_text(original.replace("Why?", "Why!"))
     with pytest.raises(PipelineError, match="prompts_sha256: there"):
         execute(settings_of(out, prompts=str(prompts)), LocalWorker)

@@ -72,7 +72,9 @@ def extraction(
         target="-", prompts="-", out="-", features=features, batch_tokens=budget, seed=1
     )
     sets = features.split(",")
-    layers = choose_layers(sets, [], geometry.num_layers)
+    layers = choose_layers(
+        sets, [], num_layers=geometry.num_layers, architecture=geometry.architecture
+    )
     layout = feature_layout(geometry, sets, top_k=64, depth=3, layers=layers)
     rows = random_rows(geometry.vocab_size, lengths)
     footer = footer_of(model, layout, features, layers)
