@@ -72,7 +72,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path) -> None:
         elif isinstance(default, int | float):
             others[name] = default + 1 if name not in ("top_p", "max_reject_fraction") else 0.5
         else:
-            others[name] = 5 if name == "limit" else "text"
+            others[name] = 5 if name in ("limit", "shuffle") else "text"
     wanted = Settings.check(**others)
     defaults = Settings.check(**GIVEN)
     same = [n for n in Settings.model_fields if getattr(wanted, n) == getattr(defaults, n)]

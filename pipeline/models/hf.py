@@ -33,7 +33,7 @@ ATTENTION = "sdpa_recording"
 # Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
 LOGITS_BYTES = 64 * 2**20
 GENERATE_ROWS = 32  # rows that decode together
-PADDED = 1.5
+PADDED, PADDING = 1.5, 512
 
 
 def _recording_attention(
@@ -255,15 +255,15 @@ class TransformersTarget:
 def generation_batches(lengths: Sequence[int]) -> list[list[int]]:
     """Which prompts decode together, as indices: like lengths, so that little of it is padding.
 
-    At most GENERATE_ROWS, none of them over PADDED times as long as the shortest and a few tokens:
-    prompts are padded to the longest, and one long prompt among short ones would cost as much as
-    all of them being long.
+    At most GENERATE_ROWS, none of them over PADDED times as long as the shortest and PADDING
+    tokens: prompts are padded to the longest, and one long prompt among short ones would cost as
+    much as all of them being long; another round of decoding costs more than a little padding.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         shortest = lengths[batches[-1][0]] if batches else 0
         fits = batches and len(batches[-1]) < GENERATE_ROWS
-        if fits and lengths[i] <= PADDED * shortest + 32:
+        if fits and lengths[i] <= PADDED * shortest + PADDING:
             batches[-1].append(i)
         else:
             batches.append([i])
