@@ -15,6 +15,7 @@ from safetensors.numpy import save
 from pipeline.errors import PipelineError
 from pipeline.loading.reading import FeatureIndex
 from pipeline.models.load import find_target, load_tokenizer
+from pipeline.prompt_rows import source_group
 from pipeline.validate.folder import open_run
 from pipeline.vocab.build import VOCAB_FILE, build_vocab, coverage
 from pipeline.vocab.transitions import Transitions, count_transitions
@@ -81,7 +82,7 @@ def _count(index: FeatureIndex, vocab_size: int) -> dict[str, IntArray]:
     counts: dict[str, IntArray] = {}
     for group in index.groups:
         for row in index.read(group):
-            source = row["source"].rpartition(":")[0] or row["source"]
+            source = source_group(row["source"])
             ids = row["input_ids"].numpy()[row["loss_mask"].numpy() == 1]
             total = counts.setdefault(source, np.zeros(vocab_size, np.int64))
             total += np.bincount(ids, minlength=vocab_size)
