@@ -15,14 +15,13 @@ import typer
 ROOT = str(Path(__file__).resolve().parent.parent)  # of the packages `pipeline` and `jobs`
 sys.path.insert(0, ROOT)
 
-from jobs.ray_pool import RayPool
+from jobs.ray_pool import RayPool, release_nodes
 from pipeline.errors import PipelineError, run_program
 from pipeline.execute import dry_run, execute
 from pipeline.forecast import print_forecast
 from pipeline.progress import RunProgress
 from pipeline.run import Run
 from pipeline.settings import Settings, with_settings
-from pipeline.summary import print_summary, reject_fraction_exceeded
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -49,7 +48,9 @@ def _stop(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-@app.command()
+@app.command(
+    epilog="Example: python jobs/extract_mtp.py --target smollm2-135m --prompts p.jsonl --out OUT"
+)
 @with_settings
 def main(settings: Settings) -> None:
     """Let the target model answer prompts and dump the features that train its drafters."""
@@ -62,7 +63,7 @@ def main(settings: Settings) -> None:
             )
         settings = settings.model_copy(update={"out": str(Path(settings.out).resolve())})
 
-    with RunProgress() as progress:
+    with RunProgress(quiet=settings.quiet, log_json=settings.log_json) as progress:
 
         def ray_pool(run: Run) -> RayPool:
             # Only now, with the run planned: bad input needs no cluster to be told so.
@@ -77,13 +78,13 @@ def main(settings: Settings) -> None:
             else:
                 manifest = execute(settings, ray_pool, progress)
         finally:
+            release_nodes(settings)
             ray.shutdown()
     if settings.dry_run:
         print_forecast(told, settings.out)
         return
-    print_summary(manifest, settings.out)
-    if reject_fraction_exceeded(manifest, settings.max_reject_fraction):
-        raise typer.Exit(1)
+    limit = settings.max_reject_fraction
+    raise typer.Exit(progress.summary(manifest, settings.out, max_reject_fraction=limit))
 
 
 if __name__ == "__main__":

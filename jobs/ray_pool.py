@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from jobs.actors import Loaded, WorkerActor
@@ -21,6 +22,7 @@ from pipeline.task_queue import Failure, TaskQueue
 from pipeline.tasks import Task, Unit
 from pipeline.versions import versions
 
+WAITING_EVERY = 60.0  # seconds between lines while no node is there
 POLL_SECONDS = 5.0  # how often to look for new nodes and stuck workers
 MAX_LOAD_FAILURES = 3  # of workers that died while loading, in a row
 MAX_STORAGE_FAILURES = 3  # in a row; the storage's client has tried many times by then
@@ -56,7 +58,7 @@ def plan_actors(settings: Settings) -> tuple[int, dict[str, float]]:
             min(int(node.get("GPU", 0)) // each, int(node.get("CPU", 0)) // settings.threads)
             for node in nodes
         )
-    wanted = settings.workers or max(1, most)
+    wanted = settings.workers or max(1, min(most, settings.autoscale or most))
     if wanted > most:
         gpu = f", --gpus-per-worker {each}" if on_gpu else ""
         raise PipelineError(
@@ -64,6 +66,36 @@ def plan_actors(settings: Settings) -> tuple[int, dict[str, float]]:
             f"{cpus} CPUs and {gpus} GPUs on {len(nodes)} node(s), enough for {most}"
         )
     return wanted, {"num_cpus": settings.threads, "num_gpus": float(each) if on_gpu else 0.0}
+
+
+def request_nodes(settings: Settings, say: Callable[[str], None]) -> None:
+    """With --autoscale: ask for the nodes of that many workers, and wait until one can start.
+
+    The request stands until `release_nodes`: what is reclaimed in the meantime is replaced.
+    """
+    if not settings.autoscale:
+        return
+    one = {"CPU": settings.threads}
+    if settings.device == "cuda":
+        one["GPU"] = settings.gpus_per_worker
+    request_resources(bundles=[one] * settings.autoscale)
+    told = -WAITING_EVERY
+    while True:
+        try:
+            plan_actors(settings)
+            return
+        except PipelineError:
+            now = time.monotonic()
+            if now - told >= WAITING_EVERY:
+                told = now
+                say(f"--autoscale {settings.autoscale}: waiting for the first node")
+        time.sleep(POLL_SECONDS)
+
+
+def release_nodes(settings: Settings) -> None:
+    """Take back what `request_nodes` asked for, so that idle nodes go."""
+    if settings.autoscale and ray.is_initialized():
+        request_resources(bundles=[])
 
 
 class RayPool:
@@ -81,6 +113,7 @@ class RayPool:
         actor_class: type = WorkerActor,
     ) -> None:
         """spec: what `actor_class.load` takes; say: told of every fault, in a line."""
+        request_nodes(settings, say)
         self._spec = ray.put(spec)
         self._settings = settings
         self.size, self._resources = plan_actors(settings)

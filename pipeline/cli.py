@@ -3,6 +3,7 @@
 Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interrupted.
 """
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -14,11 +15,10 @@ from pipeline.errors import PipelineError, run_program
 from pipeline.prompt_settings import PromptSettings
 from pipeline.settings import Settings, with_options, with_settings
 
-FINDINGS = 1  # exit code of validate
+FINDINGS = 1  # exit code of validate and doctor
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Check and describe the features that train speculative drafters.",
     epilog="Example: pipeline validate /data/run",
@@ -187,12 +187,23 @@ def export(
         Literal["dspark", "eagle3"] | None,
         typer.Option(help="Whose blocks; by format if absent."),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Blocks to export, as 1,14,26; if absent, the set's but the last block."),
+    ] = None,
+    vocab: Annotated[
+        Path | None, typer.Option(help="A draft vocabulary to write too (`pipeline vocab`).")
+    ] = None,
 ) -> None:
     """Write a run's rows in the format that another trainer reads."""
     from pipeline.export import export_run
 
-    rows = export_run(directory, output, to, features)
-    typer.echo(f"wrote {rows:,} rows for {to} to {output}")
+    done = export_run(directory, output, to, features, layers=layers, vocab=vocab)
+    typer.echo(f"wrote {done.rows:,} rows for {to} to {output}")
+    if done.left_out:
+        typer.echo(f"left out {len(done.left_out):,} rows that its reader refuses (export.json)")
+    ids = " ".join(map(str, done.layer_ids))
+    typer.echo(f"block outputs {list(done.blocks)}; for {to}, {done.layer_option}: {ids}")
 
 
 @app.command(epilog="Example: pipeline split /data/run --parts 4 -o /data/sets")
@@ -280,6 +291,48 @@ def parity(
         _print_json(report.as_dict())
     else:
         _console().print(report)
+
+
+@app.command(epilog="Example: pipeline push /data/run me/drafter-features --license apache-2.0")
+def push(
+    directory: Directory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Dataset repository: owner/name.")],
+    license_id: Annotated[
+        str | None,
+        typer.Option("--license", help="License of the dataset, by the Hub's id: apache-2.0."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A new one is private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent; no network.")
+    ] = False,
+) -> None:
+    """Send a finished run to the Hub: shards, records, plan and card; again: what is missing."""
+    from pipeline.push_command import push_run
+
+    push_run(
+        directory, repo, license_id=license_id, private=private, dry_run=dry_run, console=_console()
+    )
+
+
+@app.command(epilog="Example: pipeline doctor --out /data/run")
+def doctor(
+    out: Annotated[
+        str, typer.Option(help="Where a run would write, also s3://…; a file is tried there.")
+    ] = ".",
+    as_json: Json = False,
+) -> None:
+    """Check this machine (GPU, llama.cpp, Ray, disk, Hub), say what to do; exit 1 on a failure."""
+    from pipeline.console import print_check
+    from pipeline.doctor import examine
+
+    console, checks = _console(quiet=as_json), []
+    for check in examine(out):
+        checks.append(check)
+        print_check(console, check)
+    failed = any(check.status == "fail" for check in checks)
+    if as_json:
+        _print_json({"ok": not failed, "checks": [dataclasses.asdict(c) for c in checks]})
+    raise typer.Exit(FINDINGS if failed else 0)
 
 
 @app.command(epilog="Example: pipeline tiny-target gemma4 TINY --layers 42")

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.doctor import Check
 from pipeline.inspect_run import Inspection, Spread
 from pipeline.schema import Schema, column_table
 from pipeline.validate import Finding, Report, RuleResult
@@ -98,6 +99,15 @@ def _summary(report: Report) -> str:
         f"{report.tokens:,} tokens, {report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s "
         f"({speed:,.0f} MB/s)."
     )
+
+
+def print_check(console: Console, check: Check) -> None:
+    """A line of `pipeline doctor`, and what to do below it."""
+    style = {"ok": "green", "warn": "yellow", "fail": "bold red"}[check.status]
+    line = Text(f"{check.status:<5}", style=style)
+    console.print(line + Text(f"{check.name}: {check.found}"), soft_wrap=True)
+    if check.advice:
+        console.print(Text(f"     {check.advice}", style="italic"), soft_wrap=True)
 
 
 def print_inspection(console: Console, found: Inspection) -> None:

@@ -6,9 +6,11 @@ input row: the row goes to rejects.jsonl with its reason and the run goes on.
 """
 
 import contextlib
+import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -51,17 +53,24 @@ class RowReject(Exception):
 
 
 @contextlib.contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Around a command: print a PipelineError alone on stderr and exit with its code."""
+def exit_on_error(*, as_json: bool = False) -> Iterator[None]:
+    """Around a command: print a PipelineError alone on stderr and exit with its code.
+
+    as_json: as one JSON object, like the lines of --log-json.
+    """
     try:
         yield
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code, said = error.exit_code, f"error: {error}"
     except KeyboardInterrupt:
         again = shlex.join([sys.executable, *sys.argv])
-        print(f"interrupted; what is committed stays. To go on:\n{again}", file=sys.stderr)
-        sys.exit(130)
+        code, said = 130, f"interrupted; what is committed stays. To go on:\n{again}"
+    else:
+        return
+    if as_json:
+        said = json.dumps({"time": time.time(), "event": "error", "exit_code": code, "text": said})
+    print(said, file=sys.stderr)
+    sys.exit(code)
 
 
 def run_program(app: Callable[[], object]) -> NoReturn:

@@ -14,13 +14,14 @@ from typing import Any, Literal, Protocol
 import torch
 from rich.console import Console
 
+from pipeline.config_file import settings_text
 from pipeline.endpoint import EndpointExecutor
 from pipeline.errors import PipelineError, StorageError, no_space
 from pipeline.forecast import Probe, forecast, probe_rows
 from pipeline.manifest import Commit, RunFolder
 from pipeline.progress import RunProgress
 from pipeline.run import Run, start
-from pipeline.settings import Settings
+from pipeline.settings import OF_THE_CALL, Settings
 from pipeline.storage import open_storage
 from pipeline.summary import describe
 from pipeline.task_queue import Failure, TaskQueue
@@ -101,6 +102,7 @@ def _execute(
         run = start(settings, folder=folder, say=progress.say)
         progress.say(describe(run))
         run.write_manifest(complete=False)
+        folder.write_text("run.yaml", settings_text(settings, without=OF_THE_CALL))
 
         @functools.cache  # not before there is something to do, and once
         def workers() -> Workers:
@@ -147,7 +149,9 @@ def _stage(
     name, unit = ("rollouts", "parts") if kind == "rollout" else ("features", "shards")
     progress.stage(name, unit=unit, total=len(tasks), done=len(tasks) - len(left))
     if left:
-        for commit in executor()(left):
+        workers = executor()
+        progress.watch(lambda: getattr(workers, "size", 1), run.folder.storage.free_bytes)
+        for commit in workers(left):
             run.commits[commit.name] = commit
             yield commit
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -62,16 +63,23 @@ def extract_shard(
             else:
                 yield row
 
-    with ShardWriter(staged, layout, {**footer, "shard": task.name}) as writer:
+    with (
+        ShardWriter(staged, layout, {**footer, "shard": task.name}) as writer,
+        ThreadPoolExecutor(1) as background,  # encodes a row group while the next is computed
+    ):
+        written: Future[None] | None = None
         for group in row_groups(good_rows(), layout.stored_bytes_per_token):
             finished, bad = extract_rows(group, target, layout, settings)
             rejects += bad
-            if finished:
-                writer.write(finished)
+            if written is not None:
+                written.result()  # one at a time: order, and memory
+            written = background.submit(writer.write, finished) if finished else None
             for row in finished:
                 kept.append(row["sample_id"])
                 tokens += row["num_tokens"]
                 supervised += int(np.sum(row["loss_mask"]))
+        if written is not None:
+            written.result()
     commit = make_commit(
         staged,
         folder="data",

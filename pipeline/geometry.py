@@ -1,5 +1,6 @@
 """The sizes of a target model, and the columns they give; no torch here."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -24,8 +25,9 @@ class SharedKV:
     layer: int
     kv_heads: int
     head_dim: int
-    rope_type: str  # transformers' name: default, linear, llama3, yarn, proportional, …
+    rope_type: str
     rope_theta: float
+    rope_scaling: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
     key_norm: tuple[float, float] | None = field(default=None, compare=False)
 
 
@@ -88,6 +90,7 @@ def feature_layout(
             "rope": "K rotated at position_offset + t",
             "rope_type": kv.rope_type,
             "rope_theta": repr(kv.rope_theta),
+            "rope_scaling": json.dumps(kv.rope_scaling, sort_keys=True),
         }
     return bind(
         [load_schema(name) for name in ("common", *feature_sets)],

@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pipeline.errors import PipelineError
 
 FEATURE_SETS = ("mtp", "dspark", "eagle3")
+LAYERED_SETS = ("dspark", "eagle3")  # those that hold block outputs
 Layers = Mapping[str, tuple[int, ...]]
+
+
+# Blocks that a released drafter was trained on where the rule gives others, by how the target
+# model's architecture begins and its layers: deepseek-ai/dspark_gemma4_12b_block7.
+PUBLISHED_DSPARK: Mapping[tuple[str, int], tuple[int, ...]] = {("gemma4", 48): (5, 17, 29, 41, 46)}
 
 
 def dspark_layers(num_layers: int) -> tuple[int, ...]:
@@ -26,10 +32,25 @@ def eagle3_layers(num_layers: int) -> tuple[int, ...]:
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
-DEFAULTS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
+_RULES: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     "dspark": dspark_layers,
     "eagle3": eagle3_layers,
 }
+
+
+def default_layers(name: str, num_layers: int, architecture: str) -> tuple[int, ...]:
+    """The blocks of a feature set without --layers. Raises PipelineError for a shallow model."""
+    if name == "dspark":
+        for (family, layers), blocks in PUBLISHED_DSPARK.items():
+            if architecture.startswith(family) and layers == num_layers:
+                return blocks
+    blocks = _RULES[name](num_layers)
+    if sorted(set(blocks)) != list(blocks) or blocks[0] < 0 or blocks[-1] >= num_layers:
+        raise PipelineError(
+            f"--features {name}: the target model has {num_layers} layers, too few for the usual "
+            f"blocks ({', '.join(map(str, blocks))}); name them: --layers {name}=0,1"
+        )
+    return blocks
 
 
 def parse_features(text: str) -> tuple[str, ...]:
@@ -43,14 +64,17 @@ def parse_features(text: str) -> tuple[str, ...]:
     return tuple(name for name in FEATURE_SETS if name in names)
 
 
-def choose_layers(features: Sequence[str], wanted: Sequence[str], num_layers: int) -> Layers:
+def choose_layers(
+    features: Sequence[str], wanted: Sequence[str], *, num_layers: int, architecture: str
+) -> Layers:
     """Feature set -> its blocks, rising; only the sets that hold block outputs.
 
-    wanted: `--layers` texts, `eagle3=1,14,26`, or `1,14,26` where only one set takes layers.
+    wanted: `--layers` texts, `eagle3=1,14,26`, or `1,14,26` where only one set takes layers; -1 is
+    the last block, -2 the one before.
     Raises PipelineError for a set that takes none, a block out of range or named twice, and where
     a target model is too shallow for the default.
     """
-    layered = [name for name in features if name in DEFAULTS]
+    layered = [name for name in features if name in LAYERED_SETS]
     chosen: dict[str, tuple[int, ...]] = {}
     for text in wanted:
         name, equals, numbers = text.rpartition("=")
@@ -66,13 +90,7 @@ def choose_layers(features: Sequence[str], wanted: Sequence[str], num_layers: in
         chosen[name] = _parse(text, numbers, num_layers)
     for name in layered:
         if name not in chosen:
-            default = DEFAULTS[name](num_layers)
-            if sorted(set(default)) != list(default) or default[0] < 0 or default[-1] >= num_layers:
-                raise PipelineError(
-                    f"--features {name}: the target model has {num_layers} layers, too few for the "
-                    f"usual blocks; name them: --layers {name}=0,1"
-                )
-            chosen[name] = default
+            chosen[name] = default_layers(name, num_layers, architecture)
     return {name: chosen[name] for name in layered}
 
 
@@ -82,11 +100,12 @@ def _parse(text: str, numbers: str, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         raise PipelineError(f"--layers {text}: not a list of numbers") from None
     for layer in layers:
-        if not 0 <= layer < num_layers:
+        if not -num_layers <= layer < num_layers:
             raise PipelineError(
                 f"--layers {text}: no block {layer}; the target model has 0 to {num_layers - 1} "
-                "(block outputs, 0-based)"
+                "(block outputs, 0-based; -1 is the last)"
             )
-    if len(set(layers)) != len(layers):
+    blocks = sorted(layer % num_layers for layer in layers)
+    if len(set(blocks)) != len(blocks):
         raise PipelineError(f"--layers {text}: a block is named twice")
-    return tuple(sorted(layers))
+    return tuple(blocks)

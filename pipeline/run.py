@@ -4,11 +4,13 @@
 """
 
 import dataclasses
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.card import dataset_card
+from pipeline.config_file import settings_text
 from pipeline.endpoint import checked_url
 from pipeline.errors import PipelineError
 from pipeline.gguf import read_gguf
@@ -24,7 +26,7 @@ from pipeline.plan import Plan, fingerprint_fields, make_plan
 from pipeline.planned_rows import make_renderer
 from pipeline.rollout import longest_row, sampling_record
 from pipeline.settings import Settings
-from pipeline.summary import run_summary
+from pipeline.summary import made_how, run_summary
 from pipeline.tasks import RolloutTask, Task, plan_shards
 from pipeline.versions import versions
 from pipeline.worker import WorkerSpec, rollout_layout
@@ -85,7 +87,8 @@ class Run:
             self.spec.layout,
             self.of_kind("shard"),
             self.of_kind("rollout"),
-            self.target["name"],
+            target=self.target["name"],
+            made=made_how(self),
         )
         self.folder.write_text("README.md", card)
 
@@ -137,6 +140,13 @@ class Run:
 
 def _check_together(settings: Settings) -> None:
     """Options that contradict each other. Raises PipelineError."""
+    if settings.autoscale and settings.workers:
+        raise PipelineError("--workers and --autoscale are both given; leave out one of them")
+    if settings.autoscale and settings.device == "auto":
+        raise PipelineError(
+            "--autoscale: nodes that are not there yet do not tell whether they have GPUs; pass "
+            "--device cuda or --device cpu"
+        )
     if settings.rollout_endpoint is not None:
         checked_url(settings.rollout_endpoint)
         if settings.stop:
@@ -158,6 +168,7 @@ def _check_together(settings: Settings) -> None:
 def start(settings: Settings, *, folder: RunFolder, say: Callable[[str], None]) -> Run:
     """Plan a run, or pick up the one that OUT holds. Raises PipelineError."""
     _check_together(settings)
+    say(f"settings:\n{textwrap.indent(settings_text(settings), '  ').rstrip()}")
     files = find_target(settings.target, trust_remote_code=settings.trust_remote_code)
     backend = choose_backend(files, settings.backend)
     tokenizer = load_tokenizer(files, settings.tokenizer)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -18,6 +18,7 @@ NOT_IN_FINGERPRINT = frozenset(
     {
         "out",
         "workers",
+        "autoscale",
         "threads",
         "device",
         "gpus_per_worker",
@@ -26,12 +27,17 @@ NOT_IN_FINGERPRINT = frozenset(
         "verify_resume",
         "dry_run",
         "rollout_concurrency",
+        "quiet",
+        "log_json",
     }
 )
 # Settings that stand in the fingerprint by what they come to: content digests, backend used.
 FINGERPRINTED_BY_CONTENT = frozenset(
     {"target", "prompts", "tokenizer", "chat_template", "backend", "rollout_endpoint", "layers"}
 )
+
+# Settings of one call rather than of the run: OUT/run.yaml leaves them out.
+OF_THE_CALL = frozenset({"dry_run", "verify_resume", "quiet", "log_json"})
 
 
 class Settings(PromptSettings):
@@ -91,6 +97,12 @@ class Settings(PromptSettings):
     rollout_rows: int = Field(32, ge=1, description="Conversations of a rollout part.")
     shard_mb: int = Field(512, ge=1, description="Size of a shard in MB, before compression.")
     workers: int = Field(0, ge=0, description="Actors at once; 0: one a GPU, else CPUs / threads.")
+    autoscale: int = Field(
+        0,
+        ge=0,
+        description="Ask the autoscaler of a Ray cluster for so many workers, begin with the first "
+        "that comes and take in those that follow; 0: use what is there.",
+    )
     threads: int = Field(1, ge=1, description="CPU threads of an actor.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where actors run the target model; auto: GPUs if the cluster has any."
@@ -118,6 +130,10 @@ class Settings(PromptSettings):
     dry_run: bool = Field(
         False, description="Plan, measure a few rows, print the forecast, write nothing."
     )
+    quiet: bool = Field(False, description="Say nothing but errors; the exit code tells the rest.")
+    log_json: bool = Field(
+        False, description="Progress, messages, errors and the summary as JSON lines on stderr."
+    )
 
     @pydantic.field_validator("features")
     @classmethod
@@ -133,8 +149,65 @@ Model = TypeVar("Model", bound=PromptSettings)
 
 
 def with_settings(run: Callable[[Settings], None]) -> Callable[..., None]:
-    """Make a typer command whose options are the fields of `Settings`; errors become exit codes."""
-    return with_options(Settings)(run)
+    """Make a typer command whose options are the fields of `Settings`; errors become exit codes.
+
+    They may also come from --config and --set; see `pipeline.config_file`.
+    """
+
+    @functools.wraps(run)
+    def command(*, context: typer.Context, **values: Any) -> None:
+        from pipeline.config_file import merged
+
+        with exit_on_error():
+            config, assignments = values.pop("config"), values.pop("set")
+            given = {
+                name: value
+                for name, value in values.items()
+                if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+            }
+            settings = Settings.check(
+                **merged(config=config, assignments=assignments, command_line=given, model=Settings)
+            )
+        with exit_on_error(as_json=settings.log_json):
+            run(settings)
+
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
+    for name, annotation, default, words in [*_options(), *_CONFIG_OPTIONS]:
+        option = typer.Option("--" + name.replace("_", "-"), help=words)
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[annotation, option],
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+_CONFIG_OPTIONS: list[tuple[str, Any, Any, str]] = [
+    (
+        "config",
+        str | None,
+        None,
+        "YAML file of these options, as `max_new_tokens: 512`; the command line wins over it.",
+    ),
+    ("set", list[str], [], "key=value, as a line of --config; wins over it. May be repeated."),
+]
+
+
+def _options() -> Iterator[tuple[str, Any, Any, str | None]]:
+    """Name, type, default and help text of each setting's option."""
+    for name, field in Settings.model_fields.items():
+        if field.is_required():  # it may come from --config
+            yield name, field.annotation | None, None, f"{field.description} Required."  # type: ignore[operator]
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield name, field.annotation, default, field.description
 
 
 def with_options(

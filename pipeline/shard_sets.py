@@ -25,7 +25,7 @@ def split_run(directory: Path, parts: int, out: Path) -> list[Path]:
     Shards and rollouts are dealt apart, each file to the set with the fewest bytes so far. Raises
     PipelineError for an unfinished run, a missing file, fewer shards than parts, or if OUT exists.
     """
-    run = _finished(directory)
+    run = finished_run(directory)
     missing = [c.file for c in run.records.values() if not (run.root / c.file).is_file()]
     if missing:
         raise PipelineError(f"{directory}: {missing[0]} is missing; split a whole run")
@@ -53,7 +53,7 @@ def merge_sets(directories: Sequence[Path], out: Path) -> int:
     Every file is checked against its record; of several copies a good one is taken. Raises
     PipelineError if fingerprints or records differ, or a file is nowhere or damaged everywhere.
     """
-    runs = [_finished(directory) for directory in directories]
+    runs = [finished_run(directory) for directory in directories]
     first = runs[0]
     for run in runs[1:]:
         if _fingerprint(run) != _fingerprint(first):
@@ -70,7 +70,8 @@ def merge_sets(directories: Sequence[Path], out: Path) -> int:
     return len(found)
 
 
-def _finished(directory: Path) -> RunView:
+def finished_run(directory: Path) -> RunView:
+    """A complete run with records that can be read. Raises PipelineError."""
     run = open_run(directory)
     if run.manifest is None or not run.manifest.complete:
         raise PipelineError(f"{directory}: holds no finished run")
@@ -81,7 +82,7 @@ def _finished(directory: Path) -> RunView:
 
 
 def _fingerprint(run: RunView) -> str:
-    assert run.manifest is not None  # _finished has seen to it
+    assert run.manifest is not None  # finished_run has seen to it
     return run.manifest.fingerprint
 
 

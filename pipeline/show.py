@@ -52,7 +52,7 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> Table:
     offset = int(row["position_offset"])
     supervised = np.flatnonzero(mask)
     start = max(0, int(supervised[0]) - AROUND) if len(supervised) else 0
-    depth = row["target_ids"].shape[1]
+    depth = row["target_ids"].shape[1] if "target_ids" in row else 0  # without mtp
     table = Table(title=f"row {row['sample_id']}: {len(ids)} tokens, {mask.sum()} supervised")
     table.caption = "position = position_offset + t; teacher: its likeliest token t+1"
     for heading in ("t", "position", "token", "mask", *(f"k={k}" for k in range(1, depth + 1))):

@@ -4,7 +4,6 @@ from pipeline.execute import LocalWorker, Stage, dry_run, execute
 from pipeline.forecast import print_forecast
 from pipeline.progress import RunProgress
 from pipeline.settings import Settings
-from pipeline.summary import print_summary, reject_fraction_exceeded
 
 
 def run_stage(settings: Settings, stage: Stage) -> int:
@@ -12,7 +11,7 @@ def run_stage(settings: Settings, stage: Stage) -> int:
 
     Returns the exit code.
     """
-    with RunProgress() as progress:
+    with RunProgress(quiet=settings.quiet, log_json=settings.log_json) as progress:
         if settings.dry_run:
             told = dry_run(settings, LocalWorker, progress)
         else:
@@ -20,9 +19,9 @@ def run_stage(settings: Settings, stage: Stage) -> int:
     if settings.dry_run:
         print_forecast(told, settings.out)
     elif stage == "features":
-        print_summary(manifest, settings.out)
-        return int(reject_fraction_exceeded(manifest, settings.max_reject_fraction))
-    else:
+        limit = settings.max_reject_fraction
+        return progress.summary(manifest, settings.out, max_reject_fraction=limit)
+    elif not settings.quiet:
         made = manifest["rollouts"]
         rows, tokens = (sum(part[key] for part in made) for key in ("rows", "supervised_tokens"))
         print(

@@ -1,26 +1,31 @@
 """What a run says at its start and at its end."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.manifest import Commit
 from pipeline.rollout import sampling_of
 from pipeline.task_queue import QUARANTINE_REASONS
+from pipeline.versions import versions
 
 if TYPE_CHECKING:
+    from pipeline.models.base import Sampling
     from pipeline.run import Run
 
 
 def describe(run: "Run") -> str:
     """The effective settings, in a line or two, so that nothing happens silently."""
     geometry, settings, sampling = run.spec.geometry, run.settings, sampling_of(run.settings)
-    layers = ", ".join(f"{kind} KV of block {kv.layer}" for kind, kv in geometry.shared_kv.items())
-    drawn = (
-        "greedy"
-        if sampling.temperature == 0
-        else f"temperature {sampling.temperature}, top-p {sampling.top_p}, top-k {sampling.top_k}"
-    )
+    held = {column.name for column in run.spec.layout.columns}
+    states = [
+        f"{kind} KV of block {kv.layer}"
+        for kind, kv in geometry.shared_kv.items()
+        if f"{kind}_key" in held
+    ]
+    states += [
+        f"{name} blocks {' '.join(map(str, blocks))}" for name, blocks in run.spec.layers.items()
+    ]
+    drawn = _drawn(sampling)
     if settings.stop:
         drawn += f", stops at {settings.stop}"
     if settings.samples_per_prompt > 1:
@@ -34,13 +39,41 @@ def describe(run: "Run") -> str:
     return (
         f"target {run.target['name']}, backend {backend}\n"
         f"{geometry.architecture}, {geometry.num_layers} layers, hidden {geometry.hidden_size}, "
-        f"{layers}; {geometry.hidden_dtype}, KV {geometry.kv_dtype}, "
+        f"{', '.join(states)}; {geometry.hidden_dtype}, KV {geometry.kv_dtype}, "
         f"{run.spec.layout.bytes_per_token:,} bytes a token\n"
         f"{run.plan.rows:,} conversations ({sum(run.plan.rejected.values())} rejected), turns "
         f"{settings.turns}, {drawn}, at most {sampling.max_new_tokens} new tokens, ends at ids "
         f"{sorted(run.spec.eos_ids)}, position shift up to {settings.position_shift_max}, "
         f"seed {settings.seed}"
     )
+
+
+def _drawn(sampling: "Sampling") -> str:
+    if sampling.temperature == 0:
+        return "greedy"
+    return f"temperature {sampling.temperature}, top-p {sampling.top_p}, top-k {sampling.top_k}"
+
+
+def made_how(run: "Run") -> dict[str, str]:
+    """The facts of a run that its dataset card tells, in words."""
+    settings, semantics, sampling = run.settings, run.spec.semantics, sampling_of(run.settings)
+    drawn = _drawn(sampling)
+    layers = {name: list(blocks) for name, blocks in semantics.layers.items() if blocks}
+    return {
+        "target model": f"{run.target['name']} ({run.target['kind']})",
+        "its sha256": f"`{run.target['sha256']}`",
+        "architecture": run.spec.geometry.architecture,
+        "answers by": semantics.generated_by or "the prompts' own (not on-policy)",
+        "features and teacher rows by": semantics.scored_by,
+        "feature sets": settings.features + (f", blocks {layers}" if layers else ""),
+        "dtypes": f"states {run.spec.geometry.hidden_dtype}, KV {run.spec.geometry.kv_dtype}",
+        "turns answered anew": settings.turns,
+        "sampling": f"{drawn}, at most {sampling.max_new_tokens} tokens an answer",
+        "position shift": f"0 to {settings.position_shift_max}, by row",
+        "seed": str(settings.seed),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "fingerprint": f"`{run.plan.fingerprint}`",
+    }
 
 
 def run_summary(
@@ -105,14 +138,12 @@ def shares_text(sources: Mapping[str, Mapping[str, int]]) -> str:
     )
 
 
-def reject_fraction_exceeded(manifest: Mapping[str, Any], limit: float) -> bool:
-    """Whether more than `limit` of the input rows were rejected; says so on stderr."""
+def reject_excess(manifest: Mapping[str, Any], limit: float) -> str | None:
+    """What to say where more than `limit` of the input rows were rejected."""
     fraction = sum(manifest["rejected"].values()) / max(1, manifest["rows_in"])
     if fraction <= limit:
-        return False
-    print(
+        return None
+    return (
         f"complete, but {fraction:.1%} of the rows were rejected and --max-reject-fraction "
-        f"is {limit:.1%}",
-        file=sys.stderr,
+        f"is {limit:.1%}"
     )
-    return True

@@ -46,7 +46,12 @@ class WorkerSpec:
     @property
     def layers(self) -> Layers:
         """The blocks that feature sets hold. Raises PipelineError where --layers is wrong."""
-        return choose_layers(self.feature_sets, self.settings.layers, self.geometry.num_layers)
+        return choose_layers(
+            self.feature_sets,
+            self.settings.layers,
+            num_layers=self.geometry.num_layers,
+            architecture=self.geometry.architecture,
+        )
 
     @property
     def layout(self) -> Layout:

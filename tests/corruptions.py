@@ -13,6 +13,7 @@ from tampering import Tampered
 
 from pipeline.schema import FOOTER_KEY
 
+FILES = ("rollout-00000", "rollout-00001", "train-00000", "train-00001")  # of the tests' run
 CORRUPTIONS: dict[str, Callable[[Tampered], None]] = {}
 
 
@@ -173,6 +174,40 @@ def _(run: Tampered) -> None:
 
 
 @corrupts("schema.arrow")
+def _(run: Tampered) -> None:
+    table = pq.read_table(run.path("train-00000"))
+    at = table.schema.get_field_index("full_key")
+    field = table.schema.field(at)
+    other = field.with_metadata({**field.metadata, b"rope_type": b"linear"})
+    run.write_table("train-00000", table.cast(table.schema.set(at, other)))
+
+
+@corrupts("semantics.known")
+def _(run: Tampered) -> None:
+    for name in ("rollout-00000", "train-00000"):
+        semantics = {**run.footer(name)["semantics"], "pairing": "h_n with x_n"}
+        table = pq.read_table(run.path(name))
+        footer = json.dumps({**run.footer(name), "semantics": semantics}).encode()
+        metadata = {**table.schema.metadata, FOOTER_KEY: footer}
+        run.write_table(name, table.replace_schema_metadata(metadata))
+
+
+@corrupts("semantics.model")
+def _(run: Tampered) -> None:
+    for name in FILES:
+        semantics = {**run.footer(name)["semantics"], "embedding_scale": 2.0}
+        edit_footer(run, name, semantics=semantics)
+    run.drop_records()
+
+
+@corrupts("semantics.same")
+def _(run: Tampered) -> None:
+    semantics = {**run.footer("train-00001")["semantics"], "generated_by": "endpoint"}
+    edit_footer(run, "train-00001", semantics=semantics)
+    run.drop_records()
+
+
+@corrupts("semantics.layers")
 def _(run: Tampered) -> None:
     table = pq.read_table(run.path("train-00000"))
     at = table.schema.get_field_index("full_key")

@@ -39,7 +39,10 @@ ALL_ROWS = 1000
 
 
 def make_runs(base: Path) -> dict[str, Path]:
-    """Two valid runs by their target model: the tests' tiny random Llama, and gemma4-nano."""
+    """Two valid runs by their target model: the tests' tiny random Llama, and gemma4-nano.
+
+    Both hold block outputs.
+    """
     from tiny_llama import run_tiny_llama, write_tiny_llama
 
     model = base / "model"
@@ -56,9 +59,12 @@ def make_runs(base: Path) -> dict[str, Path]:
         max_length=900,
         rollout_rows=5,
         shard_mb=1,
+        features="mtp,dspark,eagle3",
     )
     execute(settings, LocalWorker)
-    runs = {str(model): run_tiny_llama(model, base / "llama"), "gemma4-nano": base / "nano"}
+    blocks = {"features": "mtp,eagle3", "layers": ["eagle3=0,1"]}
+    llama = run_tiny_llama(model, base / "llama", **blocks)
+    runs = {str(model): llama, "gemma4-nano": base / "nano"}
     assert all(validate(run).ok for run in runs.values())
     return runs
 

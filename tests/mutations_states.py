@@ -1,18 +1,22 @@
 """Ways to break a run, continued: states, and rows changed alike in a shard and its rollout."""
 
+import json
 import random
 from collections.abc import Callable
 
 import numpy as np
-from mutations import mutation, some_index, some_row, some_token
+import pyarrow.parquet as pq
+from mutations import mutation, some_file, some_index, some_row, some_token
 from mutations_values import shift
 from tampering import Row, Tampered, retarget
+
+from pipeline.schema import FOOTER_KEY
 
 # ---- states
 
 
 def some_states(row: Row, chance: random.Random) -> str:
-    return chance.choice([n for n in row if n == "final_hidden" or n.endswith(("_key", "_value"))])
+    return chance.choice([n for n in row if n.endswith(("_hidden", "_key", "_value"))])
 
 
 @mutation()
@@ -69,6 +73,47 @@ def exchange_key_and_value(run: Tampered, chance: random.Random) -> str:
     row[f"{kind}_key"], row[f"{kind}_value"] = row[f"{kind}_value"], row[f"{kind}_key"]
     run.write(name, rows)
     return f"{name}: {row['sample_id']} {kind}"
+
+
+@mutation(replay=True)
+def exchange_blocks(run: Tampered, chance: random.Random) -> str:
+    """As if a block were counted from another number in one of two columns."""
+    name, rows, row = some_row(run, chance)
+    one, other = chance.sample([n for n in row if n.startswith("block_")], 2)
+    row[one], row[other] = row[other], row[one]
+    run.write(name, rows)
+    return f"{name}: {row['sample_id']} {one}, {other}"
+
+
+@mutation()
+def name_another_block(run: Tampered, chance: random.Random) -> str:
+    name = some_file(run, chance)
+    table = pq.read_table(run.path(name))
+    field = table.schema.field(chance.choice([n for n in table.schema.names if "block_" in n]))
+    block = int(field.metadata[b"block"]) + chance.choice([-1, 1])
+    other = field.with_metadata({**field.metadata, b"block": str(block).encode()})
+    at = table.schema.get_field_index(field.name)
+    run.write_table(name, table.cast(table.schema.set(at, other)))
+    return f"{name}: {field.name} as {block}"
+
+
+@mutation()
+def tell_other_semantics(run: Tampered, chance: random.Random) -> str:
+    """In all files and the manifest alike, or in the files alone, without any record."""
+    semantics = run.json("manifest.json")["semantics"]
+    key = chance.choice(sorted(semantics))
+    others = {"embedding_scale": 3.0, "logit_softcap": 7.0, "layers": {}, "rope": {}, "version": 2}
+    scored = {"scored_by": "llamacpp", "generated_by": None}
+    changed = {**semantics, key: (others | scored).get(key, f"not {semantics[key]}")}
+    for name in sorted(p.stem for p in (run.out / "commits").glob("*.json")):
+        table = pq.read_table(run.path(name))
+        footer = json.dumps({**run.footer(name), "semantics": changed}).encode()
+        metadata = {**table.schema.metadata, FOOTER_KEY: footer}
+        run.write_table(name, table.replace_schema_metadata(metadata))
+    run.edit_json("manifest.json", semantics=changed)
+    if key != "generated_by" and chance.random() < 0.5:  # who answered stands nowhere else
+        run.drop_records()
+    return f"semantics.{key}"
 
 
 @mutation(replay=True)

@@ -34,6 +34,11 @@ class Tampered:
     def fired(self) -> set[str]:
         return {finding.rule for finding in validate(self.out).findings}
 
+    def drop_records(self) -> None:
+        """Leave the data files alone, as in a directory with just shards."""
+        shutil.rmtree(self.out / "commits")
+        (self.out / "manifest.json").unlink()
+
     def path(self, name: str) -> Path:
         return self.out / str(self.commit(name)["file"])
 

@@ -1,8 +1,10 @@
 """The command line as its users meet it: exit codes, streams, JSON, start without torch."""
 
 import io
+import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 from run_files import data_files, settings_of, shard_rows
 from tampering import Tampered
@@ -179,9 +182,41 @@ def test_schema_lists_and_shows_every_column() -> None:
         assert column.name in shown
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect", "report", "schema"])
-def test_every_command_shows_an_example(command: str) -> None:
-    assert f"Example: pipeline {command}" in invoke(command, "--help").output
+def examples(command: Any) -> list[str]:
+    """What a command's help gives as examples; commands below it count too."""
+    found = []
+    for name, sub in getattr(command, "commands", {}).items():
+        text = CliRunner().invoke(app, [name, "--help"], env=ENV).output
+        flat = " ".join(text.split())
+        assert f"Example: pipeline {name}" in flat, name
+        assert sub.epilog.startswith("Example: pipeline ")
+        found.append(sub.epilog.removeprefix("Example: "))
+    return found
+
+
+def test_every_commands_help_has_an_example_that_parses() -> None:
+    group = typer.main.get_command(app)
+    found = examples(group)
+    assert len(found) == len(group.commands) > 10  # type: ignore[attr-defined]
+    for example in found:
+        # Up to the end of the command proper: examples may redirect.
+        words = list(itertools.takewhile(lambda w: w not in (">", "|", "&&"), shlex.split(example)))
+        group.commands[words[1]].make_context(words[1], words[2:])  # type: ignore[attr-defined]
+
+
+def test_completion_is_there_for_the_shells() -> None:
+    """The script bash would source, and the names it then offers."""
+    env = {**ENV, "_PIPELINE_COMPLETE": "complete_bash", "COMP_WORDS": "pipeline va"}
+    program = [sys.executable, "-c", "import sys; sys.argv[0] = 'pipeline'; "]
+    program[-1] += "from pipeline.cli import main; main()"
+    offered = subprocess.run(
+        program, capture_output=True, text=True, env={**env, "COMP_CWORD": "1"}
+    )
+    assert offered.stdout.split() == ["validate"], offered.stderr
+    script = subprocess.run(
+        program, capture_output=True, text=True, env={**ENV, "_PIPELINE_COMPLETE": "source_bash"}
+    )
+    assert "complete -o default -F" in script.stdout
 
 
 def test_starting_imports_neither_torch_nor_what_only_commands_need() -> None:

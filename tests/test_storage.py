@@ -3,12 +3,7 @@
 import hashlib
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
@@ -26,37 +21,6 @@ from pipeline.storage import Storage, open_storage
 from pipeline.validate import validate
 
 s3fs = pytest.importorskip("s3fs", reason="S3 tests: pip install 'drafter-features[s3]'")
-pytest.importorskip("moto", reason="S3 tests: pip install 'drafter-features[test]'")
-
-SERVER = Path(__file__).parent / "s3_server.py"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """The address of a server process of its own, with credentials in the environment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.05)
-    before = dict(os.environ)
-    os.environ.update(
-        AWS_ENDPOINT_URL=url,
-        AWS_ACCESS_KEY_ID="key-of-the-test",
-        AWS_SECRET_ACCESS_KEY="secret-of-the-test",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    yield url
-    os.environ.clear()
-    os.environ.update(before)
-    server.kill()
-    server.wait()
 
 
 @pytest.fixture

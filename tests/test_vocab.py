@@ -1,5 +1,6 @@
 """Draft vocabularies: what must be in, what is counted, offsets, coverage; never another map."""
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,12 +13,24 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_files import shard_rows
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import PipelineError
+from pipeline.loading import FeatureIndex
 from pipeline.models.load import find_target, load_tokenizer
-from pipeline.vocab import build_vocab, check_vocab, count_transitions, read_vocab
+from pipeline.vocab import build_vocab, check_vocab, command, count_transitions, read_vocab
 from pipeline.vocab.build import coverage
-from pipeline.vocab.classes import always_kept, is_code, is_japanese, is_math, is_symbol, script_of
+from pipeline.vocab.classes import (
+    GROUPS,
+    always_kept,
+    is_code,
+    is_japanese,
+    is_math,
+    is_symbol,
+    script_of,
+    token_texts,
+)
 from pipeline.vocab.command import write_vocab
 
 QUIET = Console(quiet=True)
@@ -49,7 +62,43 @@ def test_groups_by_the_decoded_text() -> None:
         "):": "symbols",
     }
     assert {text: script_of(text) for text in texts} == texts
-    assert script_of("\n") == "space" and script_of("\ufffd") == "symbols"
+    assert script_of("\n") == "space" and script_of("\ufffd") == "part of a character"
+
+
+def test_tags_parts_of_characters_and_simplified_chinese_are_in_no_group() -> None:
+    """A large vocabulary has thousands of each."""
+    for text in ("<unused42>", "<table>", "a=b", "\ufffd", " \ufffd", "这", "对于"):
+        assert not any(belongs(text) for belongs in GROUPS.values()), text
+    assert is_japanese("的") and is_japanese("々日") and is_symbol("👍🏽")
+
+
+def characters() -> Any:
+    """A vocabulary of characters with byte fallback, which has the letters of byte-level ones."""
+    texts = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "Ġ", "ġ", "日", "本", "▁"]
+    backend = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(texts)}, merges=[], byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def test_single_characters_are_no_bytes() -> None:
+    assert always_kept(characters(), {0}) == set(range(257))
+    assert token_texts(characters(), 263)[257:] == ["Ġ", "ġ", "日", "本", " ", ""]
+
+
+def test_bytes_of_a_byte_level_vocabulary(tiny_llama_dir: Path) -> None:
+    tokenizer = load_tokenizer(find_target(str(tiny_llama_dir)))
+    assert always_kept(tokenizer, set()) == set(range(259))  # 256 bytes and 3 specials
+    texts = token_texts(tokenizer, 259)
+    assert texts.count("\ufffd") == 128  # those past ASCII spell no character alone
 
 
 def test_specials_terminators_and_bytes_are_always_in(tokenizer: Any) -> None:
@@ -170,6 +219,36 @@ def test_a_vocabulary_of_a_run(nano_run: Path, tmp_path: Path, tokenizer: Any) -
     with pytest.raises(PipelineError, match="another draft vocabulary is there already"):
         write(nano_run, tmp_path / "a", size=800)
     assert (tmp_path / "a" / "vocab.safetensors").read_bytes() == before
+
+
+def test_counts_are_bounded_and_in_the_vocabulary(
+    nano_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = FeatureIndex(nano_run, ["source", "input_ids", "loss_mask"])
+    apart = command._count(index, 2048)
+    monkeypatch.setattr(command, "SOURCES_KEPT", 0)
+    together = command._count(index, 2048)
+    assert apart.keys() == {"prompts.jsonl"} and together.keys() == {"all others"}
+    assert together["all others"].tolist() == apart["prompts.jsonl"].tolist()
+    with pytest.raises(PipelineError, match="a token id outside the vocabulary of 5"):
+        command._count(index, 5)
+
+
+def test_the_same_map_again_is_said_to_be_there(nano_run: Path, tmp_path: Path) -> None:
+    said = []
+    for _ in range(2):
+        console = Console(file=io.StringIO(), width=200)
+        write_vocab(
+            str(nano_run),
+            tmp_path / "v",
+            size=700,
+            must_include=[],
+            markov=False,
+            target=None,
+            console=console,
+        )
+        said.append("nothing was written" in console.file.getvalue())  # type: ignore[attr-defined]
+    assert said == [False, True]
 
 
 def test_a_map_that_was_changed_or_is_of_another_tokenizer(

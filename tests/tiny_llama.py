@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -48,8 +49,11 @@ def write_tiny_llama(path: Path) -> None:
     LlamaForCausalLM(config).eval().save_pretrained(path)
 
 
-def run_tiny_llama(model: Path, base: Path) -> Path:
-    """The folder of a finished run: 9 rows in, 2 rejected; 2 rollout parts, 2 shards."""
+def run_tiny_llama(model: Path, base: Path, **changes: Any) -> Path:
+    """The folder of a finished run: 9 rows in, 2 rejected; 2 rollout parts, 2 shards.
+
+    changes: settings that are to differ.
+    """
     from pipeline.execute import LocalWorker, execute
     from pipeline.settings import Settings
 
@@ -66,15 +70,15 @@ def run_tiny_llama(model: Path, base: Path) -> Path:
     lines = [*(json.dumps(row) for row in rows), "not json"]
     prompts = base / "prompts.jsonl"
     prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    settings = Settings.check(
-        target=str(model),
-        prompts=str(prompts),
-        out=str(base / "out"),
-        max_new_tokens=96,
-        temperature=1.0,
-        seed=7,
-        rollout_rows=4,
-        shard_mb=1,
-    )
-    execute(settings, LocalWorker)
+    given = {
+        "target": str(model),
+        "prompts": str(prompts),
+        "out": str(base / "out"),
+        "max_new_tokens": 96,
+        "temperature": 1.0,
+        "seed": 7,
+        "rollout_rows": 4,
+        "shard_mb": 1,
+    }
+    execute(Settings.check(**(given | changes)), LocalWorker)
     return base / "out"

@@ -33,6 +33,7 @@ ATTENTION = "sdpa_recording"
 # Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
 LOGITS_BYTES = 64 * 2**20
 GENERATE_ROWS = 32  # rows that decode together
+PADDED = 1.5
 
 
 def _recording_attention(
@@ -195,10 +196,8 @@ class TransformersTarget:
                     f"a prompt of {len(prompt.ids)} tokens leaves no room for an answer in "
                     f"{self.max_length} tokens"
                 )
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         answers: dict[int, Generation] = {}
-        for start in range(0, len(order), GENERATE_ROWS):
-            batch = order[start : start + GENERATE_ROWS]
+        for batch in generation_batches([len(prompt.ids) for prompt in prompts]):
             done = self._generate_batch([prompts[i] for i in batch], sampling)
             answers.update(zip(batch, done, strict=True))
         return [answers[i] for i in range(len(prompts))]
@@ -251,6 +250,24 @@ class TransformersTarget:
             return greedy
         rows = logits.float().cpu().numpy()
         return [sampler(row) for sampler, row in zip(samplers, rows, strict=True)]
+
+
+def generation_batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Which prompts decode together, as indices: like lengths, so that little of it is padding.
+
+    At most GENERATE_ROWS, none of them over PADDED times as long as the shortest and a few tokens:
+    prompts are padded to the longest, and one long prompt among short ones would cost as much as
+    all of them being long.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        shortest = lengths[batches[-1][0]] if batches else 0
+        fits = batches and len(batches[-1]) < GENERATE_ROWS
+        if fits and lengths[i] <= PADDED * shortest + 32:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
 
 
 def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:

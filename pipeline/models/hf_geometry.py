@@ -50,6 +50,7 @@ def geometry_of(model: Any) -> Geometry:
                 head_dim=int(attention.head_dim),
                 rope_type=rope["rope_type"],
                 rope_theta=float(rope["rope_theta"]),
+                rope_scaling=_rope_scaling(rope),
             )
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return Geometry(
@@ -95,3 +96,14 @@ def _layer_types(config: Any, count: int) -> list[str]:
 def _rope_parameters(config: Any, kind: str) -> Mapping[str, Any]:
     rope = config.rope_parameters
     return rope.get(f"{kind}_attention", rope) if isinstance(rope, Mapping) else {}
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, float | tuple[float, ...]]:
+    """The numbers that rope_type and rope_theta leave open."""
+    numbers: dict[str, float | tuple[float, ...]] = {}
+    for name, value in sorted(rope.items()):
+        if isinstance(value, list | tuple):
+            numbers[name] = tuple(float(number) for number in value)
+        elif isinstance(value, int | float) and name != "rope_theta":
+            numbers[name] = float(value)
+    return numbers

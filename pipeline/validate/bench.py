@@ -31,7 +31,14 @@ ROWS_PER_GROUP = 10
 TOP_K, DEPTH = 64, 3
 _KV = {
     "sliding": SharedKV(layer=22, kv_heads=2, head_dim=256, rope_type="default", rope_theta=1e4),
-    "full": SharedKV(layer=23, kv_heads=2, head_dim=512, rope_type="proportional", rope_theta=1e6),
+    "full": SharedKV(
+        layer=23,
+        kv_heads=2,
+        head_dim=512,
+        rope_type="proportional",
+        rope_theta=1e6,
+        rope_scaling={"partial_rotary_factor": 0.25},
+    ),
 }
 E4B = Geometry(
     architecture="gemma4_text",

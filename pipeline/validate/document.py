@@ -20,6 +20,8 @@ WHY = {
     "footer": "A file says itself which run, geometry and settings it is of; files of two runs "
     "look alike.",
     "schema": "A column of another type, order or meaning is read without complaint.",
+    "semantics": "With another pairing, norm side or position than the trainer expects the loss "
+    "looks perfect and nothing is accepted; a block off by one is a neighbour's numbers.",
     "encoding": "Row groups that do not fit into memory, footers that grow, codecs that other "
     "readers lack.",
     "rows": "Rows lost, doubled or exchanged change the data mix; a row whose columns differ in "
@@ -60,8 +62,8 @@ Exit code 0: clean, 1: findings, 2: cannot run. `--json` for programs, `--all` f
   pass.
 
 `python tests/mutants.py --count 400 --seed 1` (`make mutants`) breaks valid runs of a tiny Llama
-and of gemma4-nano: once by each rule's own corruption, then in 400 ways of 55 kinds, with hashes,
-records and the plan mended wherever possible, also alike in a shard and its rollout. 468/468 found,
+and of gemma4-nano: once by each rule's own corruption, then in 400 ways of 58 kinds, with hashes,
+records and the plan mended wherever possible, also alike in a shard and its rollout. 473/473 found,
 and every rule spoke but `encoding.row_group`, which has a test of its own. States exchanged for
 other valid values, which the bytes cannot give away, are among them and need `--replay`.
 

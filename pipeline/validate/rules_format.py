@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.errors import PipelineError
 from pipeline.schema import FOOTER_KEY, load_schema
 from pipeline.validate.report import NotChecked, Problem, Rule
+from pipeline.validate.rules_semantics import LAYER_KEYS
 from pipeline.validate.shard import ShardFile
 from pipeline.validate.summary import FileSummary
 
@@ -66,8 +67,8 @@ def footer_settings(file: ShardFile) -> Iterator[Problem]:
         "top_k": (footer.top_k, settings.get("topk")),
         "depth": (footer.depth, settings.get("depth")),
     }
-    semantics = (manifest.model_extra or {}).get("semantics")
-    pairs["semantics"] = (footer.semantics.as_dict(), semantics)
+    if not file.semantics_error:
+        pairs["semantics"] = (footer.said, (manifest.model_extra or {}).get("semantics"))
     told = manifest.geometry.as_dict()
     for key, value in footer.geometry.as_dict().items():
         pairs[f"geometry.{key}"] = (value, told[key])
@@ -94,11 +95,11 @@ def schema_digests(file: ShardFile) -> Iterator[Problem]:
             yield Problem(
                 file=file.name, column=ref, found=f"digest {digest}", expected=f"{shipped}"
             )
-    if file.layout is None:
+    if file.layout is None and not file.semantics_error:
         yield Problem(
             file=file.name, column="footer", found=file.layout_error, expected="known schemas"
         )
-    elif missing := sorted(file.layout.digests().keys() ^ footer.schemas.keys()):
+    elif file.layout and (missing := sorted(file.layout.digests().keys() ^ footer.schemas.keys())):
         yield Problem(
             file=file.name,
             column="footer schemas",
@@ -108,7 +109,10 @@ def schema_digests(file: ShardFile) -> Iterator[Problem]:
 
 
 def arrow_schema(file: ShardFile) -> Iterator[Problem]:
-    """Names, order, types, field metadata and HF features are those of the layout."""
+    """Names, order, types, field metadata and HF features are those of the layout.
+
+    What the metadata says of layers, `semantics.layers` compares.
+    """
     found = file.need_parquet().schema_arrow
     expected = file.need_layout().arrow_schema({})
     for there, wanted in itertools.zip_longest(found, expected):
@@ -125,7 +129,7 @@ def arrow_schema(file: ShardFile) -> Iterator[Problem]:
                 expected=_type_text(wanted),
             )
         told, metadata = dict(there.metadata or {}), dict(wanted.metadata or {})
-        for key in sorted(told.keys() | metadata.keys()):
+        for key in sorted((told.keys() | metadata.keys()) - LAYER_KEYS):
             if told.get(key) != metadata.get(key):
                 yield Problem(
                     file=file.name,

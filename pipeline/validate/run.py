@@ -21,20 +21,23 @@ from pipeline.validate.rules_plan import PLAN_RULES
 from pipeline.validate.rules_records import RECORD_RULES
 from pipeline.validate.rules_rows import ROW_RULES
 from pipeline.validate.rules_run import RUN_RULES, ReadRun
+from pipeline.validate.rules_semantics import SAME_RULES, SEMANTICS_RULES
 from pipeline.validate.rules_states import STATE_RULES
 from pipeline.validate.rules_teacher import TEACHER_RULES
 from pipeline.validate.shard import ShardFile, files_of
 from pipeline.validate.summary import FileSummary, Summarizer
 
+ALL_FILE_RULES = (*FILE_RULES, *SEMANTICS_RULES)
 GROUP_RULES = (*ROW_RULES, *ANSWER_RULES, *STATE_RULES, *TEACHER_RULES)
 # In the order of the report; the id is the rule's name for good.
 RULES: tuple[Rule[Any], ...] = (
     *RECORD_RULES,
     *PLAN_RULES,
     *FILE_SET_RULES,
-    *FILE_RULES,
+    *ALL_FILE_RULES,
     *READ_RULES,
     *RUN_RULES,
+    *SAME_RULES,
     *GROUP_RULES,
 )
 # What a copy without some files cannot keep to.
@@ -82,14 +85,16 @@ def validate(
     not_here = NEED_ALL_FILES if partial else frozenset()
     recorder.run(_without(not_here, (*RECORD_RULES, *PLAN_RULES, *FILE_SET_RULES)), run)
     if not files:
-        recorder.skip((*FILE_RULES, *READ_RULES, *GROUP_RULES), "there is no file to read")
+        recorder.skip((*ALL_FILE_RULES, *READ_RULES, *GROUP_RULES), "there is no file to read")
     sizes = [file.path.stat().st_size for file in files]
     summaries = _check_files(out, files, sizes, recorder, quick, processes, on_progress)
+    read = ReadRun(run=run, summaries=tuple(summaries))
+    recorder.run(SAME_RULES, read)
     if quick:
         rest = tuple(rule for rule in READ_RULES if rule not in HASH_RULES)
         recorder.skip((*rest, *GROUP_RULES, *RUN_RULES), "--quick reads no rows")
     else:
-        recorder.run(_without(not_here, RUN_RULES), ReadRun(run=run, summaries=tuple(summaries)))
+        recorder.run(_without(not_here, RUN_RULES), read)
     if not_here:
         missing = len(run.records) - len(files)
         left_out: list[Rule[Any]] = [r for r in RULES if r.id in not_here]
@@ -196,7 +201,7 @@ def _check_file(
     with ThreadPoolExecutor(1) as pool:
         digest = pool.submit(file.sha256)
         file.open()
-        recorder.run(FILE_RULES, file)
+        recorder.run(ALL_FILE_RULES, file)
         summarizer = Summarizer(file, digest.result)
         if not quick:
             _check_groups(file, recorder, summarizer, progress)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipeline.errors import PipelineError
 from pipeline.geometry import feature_layout
 from pipeline.manifest import Commit
 from pipeline.schema import FOOTER_KEY, BoundColumn, Layout, bind, load_schema
-from pipeline.semantics import Semantics
+from pipeline.semantics import Semantics, unknown
 from pipeline.shards import file_sha256
 from pipeline.validate.folder import FOLDER_OF, CheckedGeometry, Kind, RunView, Sha256, first_error
 from pipeline.validate.report import NotChecked
@@ -22,7 +23,10 @@ READ_BYTES = 2**20  # of a column chunk of a local file at a time
 
 
 class Footer(BaseModel):
-    """What every file of a run says of itself under `FOOTER_KEY`; further keys may follow."""
+    """What every file of a run says of itself under `FOOTER_KEY`; further keys may follow.
+
+    said: its semantics as they stand there; `semantics` are those that this version knows.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
@@ -32,7 +36,12 @@ class Footer(BaseModel):
     top_k: int = Field(ge=1)
     depth: int = Field(ge=1)
     schemas: dict[str, str]
-    semantics: Semantics
+    said: Any = Field(None, alias="semantics")
+
+    @cached_property
+    def semantics(self) -> Semantics:
+        """What it says the columns mean. Raises pydantic.ValidationError for what is not known."""
+        return Semantics.model_validate(self.said)
 
     @property
     def kind(self) -> Kind:
@@ -71,6 +80,7 @@ class ShardFile:
     parquet_error: str = ""
     footer: Footer | None = None
     footer_error: str = ""
+    semantics_error: str = ""
     layout: Layout | None = None
     layout_error: str = ""
     broken: set[str] = field(default_factory=set)
@@ -100,10 +110,18 @@ class ShardFile:
             return
         try:
             self.footer = Footer.model_validate_json(raw)
-            self.kind = self.footer.kind if self.record is None else self.kind
-            self.layout = self.footer.layout()
         except pydantic.ValidationError as error:
             self.footer_error = first_error(error)
+            return
+        self.kind = self.footer.kind if self.record is None else self.kind
+        try:
+            _ = self.footer.semantics
+        except pydantic.ValidationError as error:
+            self.semantics_error = unknown(error)
+            self.layout_error = f"{self.semantics_error}, which this version does not know"
+            return
+        try:
+            self.layout = self.footer.layout()
         except (PipelineError, KeyError) as error:
             self.layout_error = str(error)
 

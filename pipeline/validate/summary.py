@@ -24,6 +24,7 @@ class FileSummary:
 
     ids, content: uint64 [rows], digests of the sample id and of what a shard takes over.
     whole: every row and column could be read; without that the digests say nothing.
+    semantics: as they stand in the footer, None where they are not known.
     """
 
     file: ShardFile
@@ -31,6 +32,7 @@ class FileSummary:
     whole: bool = True
     rows: int = 0
     tokens: int = 0
+    semantics: Any = None
     supervised_tokens: int = 0
     ids_sha256: str = ""
     ids: UInt64Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
@@ -42,6 +44,8 @@ class Summarizer:
 
     def __init__(self, file: ShardFile, sha256: Callable[[], str]) -> None:
         self._summary = FileSummary(file=file, whole=file.layout is not None)
+        if file.footer is not None and not file.semantics_error:
+            self._summary.semantics = file.footer.said
         self._sha256 = sha256
         self._ids: list[str] = []
         self._content: list[int] = []

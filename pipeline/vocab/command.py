@@ -16,6 +16,8 @@ from pipeline.errors import PipelineError
 from pipeline.loading.reading import FeatureIndex
 from pipeline.models.load import find_target, load_tokenizer
 from pipeline.prompt_rows import source_group
+from pipeline.report.collect import NAMES_KEPT as SOURCES_KEPT
+from pipeline.report.collect import OTHERS
 from pipeline.validate.folder import open_run
 from pipeline.vocab.build import VOCAB_FILE, build_vocab, coverage
 from pipeline.vocab.transitions import Transitions, count_transitions
@@ -66,8 +68,10 @@ def write_vocab(
         "coverage": coverage(vocab, by_source, tokenizer),
     }
     files["vocab.json"] = (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode()
-    _write(out, files)
+    unchanged = _write(out, files)
     _print(console, out, report)
+    if unchanged:
+        console.print(f"{out}: this very vocabulary was there already; nothing was written")
     return report
 
 
@@ -78,12 +82,22 @@ def _rows(index: FeatureIndex) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _count(index: FeatureIndex, vocab_size: int) -> dict[str, IntArray]:
-    """Source, without its line number -> supervised occurrences of each token."""
+    """Source, without its line number -> supervised occurrences of each token.
+
+    Past SOURCES_KEPT, further sources count as one, so that memory stays bounded.
+    """
     counts: dict[str, IntArray] = {}
     for group in index.groups:
         for row in index.read(group):
             source = source_group(row["source"])
+            if source not in counts and len(counts) >= SOURCES_KEPT:
+                source = OTHERS
             ids = row["input_ids"].numpy()[row["loss_mask"].numpy() == 1]
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise PipelineError(
+                    f"{index.out}: a row of {row['source']} has a token id outside the vocabulary "
+                    f"of {vocab_size}; `pipeline validate` says more"
+                )
             total = counts.setdefault(source, np.zeros(vocab_size, np.int64))
             total += np.bincount(ids, minlength=vocab_size)
     return counts
@@ -115,8 +129,8 @@ def _transition_bytes(found: Transitions) -> bytes:
     return data
 
 
-def _write(out: Path, files: dict[str, bytes]) -> None:
-    """All files, or none where one is there and differs."""
+def _write(out: Path, files: dict[str, bytes]) -> bool:
+    """All files, or none where one is there and differs. Returns whether all were there."""
     there = {name: (out / name).read_bytes() for name in files if (out / name).is_file()}
     differs = [name for name, data in there.items() if data != files[name]]
     if differs:
@@ -134,6 +148,7 @@ def _write(out: Path, files: dict[str, bytes]) -> None:
             temporary.replace(out / name)
     except OSError as error:
         raise PipelineError(f"{out}: cannot write: {error.strerror}") from error
+    return len(there) == len(files)
 
 
 def _print(console: Console, out: Path, report: dict[str, Any]) -> None:

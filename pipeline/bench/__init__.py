@@ -1,0 +1,1 @@
+"""Speed beside what bounds it, measured in one run: `python -m pipeline.bench --quick`."""
