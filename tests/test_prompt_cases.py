@@ -20,8 +20,9 @@ from pipeline.chat import ChatRenderer
 from pipeline.cli import app
 from pipeline.errors import PipelineError, RowReject
 from pipeline.planned_rows import make_renderer, plan_row
+from pipeline.prompt_reasons import REJECT_REASONS
 from pipeline.prompt_settings import PromptSettings
-from pipeline.prompts import REJECT_REASONS, PromptRow, RejectedRow, read_prompts
+from pipeline.prompts import PromptRow, RejectedRow, read_prompts
 from pipeline.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
