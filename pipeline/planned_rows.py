@@ -11,8 +11,8 @@ from pipeline.chat import ChatRenderer
 from pipeline.chat_encoding import Int32Array
 from pipeline.conversation import Conversation
 from pipeline.errors import PipelineError, RowReject
+from pipeline.prompt_rendered import Rendered
 from pipeline.prompt_settings import PromptSettings
-from pipeline.prompt_turns import Rendered
 from pipeline.prompts import PromptRow
 
 

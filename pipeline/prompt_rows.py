@@ -84,6 +84,13 @@ class ColumnNames:
         return SourceRow(row.source, {**row.row, **ours})
 
 
+def source_group(source: str) -> str:
+    """What a row's source is counted under: its tag (`code` of `code:a.jsonl:12`), or without one
+    its file or dataset."""
+    name, _, number = source.rpartition(":")
+    return (name if name and number.isdecimal() else source).partition(":")[0]
+
+
 def printable_name(path: Path) -> str:
     """A relative path, or the last part of one, as valid text: names need not be UTF-8."""
     return path.as_posix().encode("utf-8", "backslashreplace").decode("utf-8")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import RowReject
+from pipeline.prompt_rendered import Rendered, read_ids
 from pipeline.prompt_rows import (
     ANSWER_KEYS,
     INPUT_KEY,
-    MASK_KEY,
     PAIRS,
     RENDERED,
     TURNS,
@@ -86,17 +86,6 @@ class Message(NamedTuple):
         return told
 
 
-class Rendered(NamedTuple):
-    """A prompt as the target model reads it: text with its control tokens, or ids.
-
-    loss_mask: 1 on the ids that are answers, where the row says so.
-    """
-
-    text: str | None
-    ids: tuple[int, ...] | None
-    loss_mask: tuple[int, ...] | None
-
-
 class Chat(NamedTuple):
     """What a row asks: turns, with the tools that may be called, or a rendered prompt."""
 
@@ -111,7 +100,7 @@ def read_chat(row: Mapping[str, Any], thinking: Thinking = "keep") -> Chat:
     thinking: thoughts stay where they are, are dropped, or are given to the template apart from
         the answer, to print or not.
 
-    Raises RowReject with a code of REJECT_REASONS.
+    Raises RowReject with a code of prompt_reasons.REJECT_REASONS.
     """
     # Datasets of turns often repeat the first one as `prompt`: turns are the whole.
     given: list[str] = []
@@ -122,8 +111,10 @@ def read_chat(row: Mapping[str, Any], thinking: Thinking = "keep") -> Chat:
         raise RowReject("no_messages", f"the row needs one of {known}")
     if len(given) > 1:
         raise RowReject("both_conventions", f"give one of {' and '.join(given)}")
-    if given[0] in RENDERED:
-        return Chat((), rendered=_read_rendered(row, given[0]))
+    if given[0] == "text":
+        return Chat((), rendered=Rendered(_read_content(row["text"], "text"), None, None))
+    if given[0] == "input_ids":
+        return Chat((), rendered=read_ids(row))
     if given[0] in TURNS:
         messages = _read_turns(row[given[0]], given[0], thinking)
     else:
@@ -132,38 +123,6 @@ def read_chat(row: Mapping[str, Any], thinking: Thinking = "keep") -> Chat:
         messages.insert(0, Message("system", _read_content(row["system"], "system")))
     _check_order(messages)
     return Chat(tuple(messages), read_tools(row))
-
-
-# ---- rendered prompts
-
-
-def _read_rendered(row: Mapping[str, Any], key: str) -> Rendered:
-    if key == "text":
-        return Rendered(_read_content(row["text"], "text"), None, None)
-    ids = _read_numbers(row["input_ids"], "input_ids", "bad_token_ids")
-    if not ids:
-        raise RowReject("empty_conversation", "input_ids is an empty list")
-    mask = None
-    if row.get(MASK_KEY) is not None:
-        mask = _read_numbers(row[MASK_KEY], MASK_KEY, "bad_loss_mask")
-        if len(mask) != len(ids) or not set(mask) <= {0, 1}:
-            detail = f"{MASK_KEY} must be 0 or 1 for each of the {len(ids)} input_ids"
-            raise RowReject("bad_loss_mask", detail)
-    return Rendered(None, ids, mask)
-
-
-def _read_numbers(values: object, key: str, reason: str) -> tuple[int, ...]:
-    """Whole numbers from 0 on, below 2**31."""
-    if not isinstance(values, list):
-        raise RowReject(reason, f"{key} must be a list, not {type(values).__name__}")
-    numbers = []
-    for index, value in enumerate(values):
-        if isinstance(value, NumberText) and value.isdecimal() and len(value) <= 10:
-            value = int(value)
-        if type(value) is not int or not 0 <= value < 2**31:
-            raise RowReject(reason, f"{key}[{index}] is {quote(value)}, not a whole number")
-        numbers.append(value)
-    return tuple(numbers)
 
 
 # ---- turns

@@ -8,6 +8,7 @@ our own error or take it; anything else (another exception, more than 2 s, memor
 """
 
 import argparse
+import gzip
 import json
 import multiprocessing
 import random
@@ -26,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import zstandard
 
 from pipeline.errors import PipelineError
 
@@ -88,6 +90,16 @@ def _jsonl(base: Path) -> tuple[Path, Callable[[], Any]]:
     return _prompts(base, "p.jsonl", demo[:20_000])
 
 
+def _array(base: Path) -> tuple[Path, Callable[[], Any]]:
+    demo = (ROOT / "pipeline/data/demo_prompts.jsonl").read_bytes().splitlines()
+    return _prompts(base, "p.json", b"[" + b",\n".join(demo[:20]) + b"]")
+
+
+def _packed(base: Path, pack: Callable[[bytes], bytes]) -> tuple[Path, Callable[[], Any]]:
+    demo = (ROOT / "pipeline/data/demo_prompts.jsonl").read_bytes()
+    return _prompts(base, "p.packed", pack(demo[:20_000]))
+
+
 def _parquet(base: Path) -> tuple[Path, Callable[[], Any]]:
     rows = [{"id": str(i), "messages": [{"role": "user", "content": f"q {i}"}]} for i in range(200)]
     sink = pa.BufferOutputStream()
@@ -116,6 +128,9 @@ def readers(run: Path) -> dict[str, Callable[[Path], tuple[Path, Callable[[], An
     return {
         "GGUF": _gguf,
         "prompts as JSON lines": _jsonl,
+        "prompts as a JSON array": _array,
+        "prompts in gzip": lambda base: _packed(base, gzip.compress),
+        "prompts in zstd": lambda base: _packed(base, zstandard.compress),
         "prompts as Parquet": _parquet,
         "plan": lambda base: _plan(base, run),
         "manifest": lambda base: _run_file(base, run, "manifest.json"),

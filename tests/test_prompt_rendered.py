@@ -8,8 +8,8 @@ from chats import chat, renderer_for, text_of
 from pipeline.chat_layout import interleave
 from pipeline.errors import RowReject
 from pipeline.planned_rows import PlannedRow, plan_row
+from pipeline.prompt_rendered import Rendered
 from pipeline.prompt_settings import PromptSettings
-from pipeline.prompt_turns import Rendered
 from pipeline.prompts import PromptRow
 
 

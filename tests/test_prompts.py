@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from pipeline import prompt_json
 from pipeline.errors import PipelineError
+from pipeline.prompt_reasons import REJECT_REASONS
 from pipeline.prompt_turns import Message
 from pipeline.prompts import (
-    REJECT_REASONS,
     PromptHasher,
     PromptRow,
     RejectedRow,

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pipeline.errors import PipelineError
 from pipeline.inspect_run import teacher_entropy
+from pipeline.prompt_rows import source_group
 from pipeline.report.counts import FloatArray, IntArray, IntCounts, PositionMeans
 from pipeline.report.samples import Sample, Sampler
 from pipeline.report.scripts import UNKNOWN, script_of
@@ -215,7 +216,7 @@ class _Totals:
                 starts=starts[row],
             )
             for shares, name in (
-                (self.sources, source_name(group.scalar("source")[row])),
+                (self.sources, source_group(group.scalar("source")[row])),
                 (self.scripts, texts.script(sample_id)),
             ):
                 kept = name if name in shares or len(shares) < NAMES_KEPT else OTHERS
@@ -246,12 +247,6 @@ def spans(mask: BoolArray, row_of: IntArray) -> IntArray:
     before = np.concatenate([[False], mask[:-1] & (row_of[1:] == row_of[:-1])])[: len(mask)]
     numbers = np.cumsum(mask & ~before) - 1
     return np.where(mask, numbers, -1)
-
-
-def source_name(source: str) -> str:
-    """The file or dataset of a row's source: what stands before its line or row number."""
-    name, _, number = source.rpartition(":")
-    return name if name and number.isdecimal() else source
 
 
 def _largest_first(shares: dict[str, Share]) -> dict[str, Share]:

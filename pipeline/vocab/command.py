@@ -15,8 +15,9 @@ from safetensors.numpy import save
 from pipeline.errors import PipelineError
 from pipeline.loading.reading import FeatureIndex
 from pipeline.models.load import find_target, load_tokenizer
+from pipeline.prompt_rows import source_group
 from pipeline.report.collect import NAMES_KEPT as SOURCES_KEPT
-from pipeline.report.collect import OTHERS, source_name
+from pipeline.report.collect import OTHERS
 from pipeline.validate.folder import open_run
 from pipeline.vocab.build import VOCAB_FILE, build_vocab, coverage
 from pipeline.vocab.transitions import Transitions, count_transitions
@@ -88,7 +89,7 @@ def _count(index: FeatureIndex, vocab_size: int) -> dict[str, IntArray]:
     counts: dict[str, IntArray] = {}
     for group in index.groups:
         for row in index.read(group):
-            source = source_name(row["source"])
+            source = source_group(row["source"])
             if source not in counts and len(counts) >= SOURCES_KEPT:
                 source = OTHERS
             ids = row["input_ids"].numpy()[row["loss_mask"].numpy() == 1]
