@@ -4,6 +4,7 @@ The command line wins over --set, --set over the file, the file over the default
 """
 
 import difflib
+import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,18 @@ def option_of(name: str) -> str:
 def _checked(
     values: Mapping[str, Any], model: type[pydantic.BaseModel], where: str
 ) -> dict[str, Any]:
-    """The values if each has its field's type, without conversions: 'yes' is no number."""
+    """The values if each has its field's type, without conversions: 'yes' is no number.
+
+    A text where a list is wanted is a list of one, as an option given once is.
+    """
     for key in values:
         if key not in model.model_fields:
             near = difflib.get_close_matches(key.replace("-", "_"), model.model_fields, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; --help lists the options"
             raise PipelineError(f"{where}: there is no setting {key}{hint}")
+        annotation = model.model_fields[key].annotation
+        if typing.get_origin(annotation) is list and isinstance(values[key], str):
+            values = {**values, key: [values[key]]}
     try:
         model.model_validate(values, strict=True)
     except pydantic.ValidationError as error:

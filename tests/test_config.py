@@ -16,7 +16,7 @@ from pipeline.config_file import read_assignments, read_config, settings_text
 from pipeline.errors import PipelineError
 from pipeline.settings import Settings, with_settings
 
-GIVEN = {"target": "T", "prompts": "P", "out": "O"}
+GIVEN = {"target": "T", "prompts": ["P"], "out": "O"}
 
 
 def parsed(*words: str) -> Settings:
@@ -62,6 +62,8 @@ def test_every_option_can_come_from_the_file(tmp_path: Path) -> None:
         "kv_cache_dtype": "float32",
         "control_tokens": "text",
         "device": "cpu",
+        "thinking": "drop",
+        "template_arg": ["enable_thinking=false"],
     }
     for name, field in Settings.model_fields.items():
         if name in others:
@@ -92,7 +94,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path) -> None:
         ("topk: 0", "topk: Input should be greater than or equal to 1"),
         ("target: 5", r"target: Input should be a valid string \(got 5\)"),
         ("turns: on", "turns: Input should be 'all', 'last' or 'given'"),
-        ("stop: END", "stop: Input should be a valid list"),
+        ("stop: 5", "stop: Input should be a valid list"),
         ("stop: [1]", r"stop\.0: Input should be a valid string"),
         ("topk: 5\ntopk: 6", "line 2: topk is given twice"),
         ("5: 6", "line 1: 5 is not a setting's name"),
@@ -121,12 +123,21 @@ def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
 
 
 def test_set_takes_text_as_it_stands_and_the_rest_as_yaml() -> None:
-    words = ["target=3", "limit=null", "topk=7", "stop=[a, b]", "dry_run=true", "tokenizer=null"]
+    words = [
+        "target=3",
+        "limit=null",
+        "topk=7",
+        "stop=[a, b]",
+        "prompts=p=X:2",
+        "dry_run=true",
+        "tokenizer=null",
+    ]
     assert read_assignments(words, Settings) == {
         "target": "3",
         "limit": None,
         "topk": 7,
         "stop": ["a", "b"],
+        "prompts": ["p=X:2"],
         "dry_run": True,
         "tokenizer": None,
     }
