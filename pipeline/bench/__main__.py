@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, in five minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and rows")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     console = Console(stderr=options.json)

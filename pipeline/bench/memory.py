@@ -8,22 +8,31 @@ from collections.abc import Sequence
 
 from pipeline.bench.timing import Line
 
+# Loading peaks above what follows, so each measurement starts from what is in use (Linux's VmHWM).
 _CODE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
-from pipeline.bench import model
-target, threads, rows, scratch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 import torch
-torch.set_num_threads(threads)
-loaded = model.load(target, "transformers", max_length=4096, threads=threads)
-with torch.inference_mode():
+from pipeline.bench import model
+from pipeline.bench.run import extract_file
+
+def peak(run):
+    Path("/proc/self/clear_refs").write_text("5")
+    run()
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1000
+
+@torch.inference_mode()
+def bare():
     ids = torch.ones((16, 256), dtype=torch.long)
     loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-if rows:
-    from pipeline.bench.run import extract_file
-    extract_file(loaded, rows, 256, Path(scratch))
-print(json.dumps([before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000]))
+
+target, threads, rows, scratch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(threads)
+loaded = model.load(target, "transformers", max_length=4096, threads=threads)
+peak(bare)  # gives back what loading left
+first = peak(bare)
+print(json.dumps([first, peak(lambda: extract_file(loaded, rows, 256, Path(scratch)))]))
 """
 
 
