@@ -57,6 +57,17 @@ def settings_of(source: Path, /, **changes: Any) -> Settings:
     return Settings.check(**{**manifest["settings"], "out": str(source), **changes})
 
 
+def options_of(settings: Settings) -> list[str]:
+    """The command line's words for the settings that are not a default; yes-or-no ones left out."""
+    return [
+        word
+        for name, value in settings.model_dump(exclude_defaults=True).items()
+        if not isinstance(value, bool)
+        for part in (value if isinstance(value, list) else [value])
+        for word in ("--" + name.replace("_", "-"), str(part))
+    ]
+
+
 def shard_rows(out: Path) -> list[dict[str, Any]]:
     manifest = json.loads((out / "manifest.json").read_text())
     settings = settings_of(out)

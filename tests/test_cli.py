@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import typer
 from rich.console import Console
-from run_files import data_files, settings_of, shard_rows
+from run_files import data_files, options_of, settings_of, shard_rows
 from tampering import Tampered
 from typer.testing import CliRunner
 
@@ -264,14 +264,7 @@ def test_rows_read_back_as_tampering_wrote_them(broken: Tampered) -> None:
 
 def test_rollout_then_extract_is_the_whole_run(tiny_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = settings_of(tiny_run, out=str(out)).model_dump(exclude_none=True)
-    words = [
-        word
-        for name, value in options.items()
-        if not isinstance(value, bool) and name != "max_reject_fraction"
-        for part in (value if isinstance(value, list) else [value])
-        for word in ("--" + name.replace("_", "-"), str(part))
-    ]
+    words = options_of(settings_of(tiny_run, out=str(out), max_reject_fraction=0.01))
     early = run_cli("extract", *words)
     assert early.returncode == 2 and "not all rollouts are there yet" in early.stderr
     first = run_cli("rollout", *words)

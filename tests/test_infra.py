@@ -21,7 +21,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from run_files import data_files, settings_of
+from run_files import data_files, options_of, settings_of
 
 from pipeline.settings import Settings
 
@@ -327,9 +327,7 @@ def test_slurms_script_runs_ray_on_all_nodes_and_takes_it_down(
 ) -> None:
     """The bytes of a run elsewhere; no process of it is left."""
     out = tmp_path / "out"
-    changes = {"out": str(out), "max_reject_fraction": 0.5}
-    given = settings_of(tiny_run, **changes).model_dump(exclude_defaults=True)
-    options = [w for k, v in given.items() for w in ("--" + k.replace("_", "-"), str(v))]
+    options = options_of(settings_of(tiny_run, out=str(out), max_reject_fraction=0.5))
     script = ["bash", str(INFRA / "slurm.sh"), *options]
     with socket.socket() as other:  # a port in use must not matter to the others of Ray
         other.bind(("127.0.0.1", 0))
@@ -347,8 +345,7 @@ def test_slurms_script_runs_ray_on_all_nodes_and_takes_it_down(
 def test_slurms_time_limit_puts_the_job_back(
     slurm: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
-    given = settings_of(tiny_run, out=str(tmp_path / "out")).model_dump(exclude_defaults=True)
-    options = [w for k, v in given.items() for w in ("--" + k.replace("_", "-"), str(v))]
+    options = options_of(settings_of(tiny_run, out=str(tmp_path / "out")))
     job = subprocess.Popen(["bash", str(INFRA / "slurm.sh"), *options], env=slurm)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out/plan").exists() and time.monotonic() < deadline:
