@@ -132,7 +132,7 @@ def check_readable(path: Path) -> None:
 def read_rows(path: Path, columns: Sequence[BoundColumn]) -> list[dict[str, Any]]:
     """Read a file this package wrote, checksums verified: row -> column -> value or array."""
     table = pq.read_table(path, columns=[c.name for c in columns], page_checksum_verification=True)
-    arrays = [row_arrays(table[c.name].combine_chunks(), c) for c in columns]
+    arrays = [row_arrays(table[c.name], c) for c in columns]
     return [
         {c.name: values[i] for c, values in zip(columns, arrays, strict=True)}
         for i in range(table.num_rows)
@@ -144,8 +144,8 @@ def row_arrays(array: pa.Array, column: BoundColumn) -> list[Any]:
 
     Raises PipelineError where the stored lists do not have the column's fixed sizes.
     """
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # combine_chunks would copy a single chunk too
+        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if not column.shape:
@@ -157,7 +157,7 @@ def row_arrays(array: pa.Array, column: BoundColumn) -> list[Any]:
     values = array.values
     for size in column.inner_shape:
         inner = values.offsets.to_numpy()
-        if not np.array_equal(inner, np.arange(len(inner), dtype=np.int64) * size):
+        if inner[0] != 0 or not (np.diff(inner) == size).all():
             raise PipelineError(f"column {column.name}: an inner list is not {size} long")
         values = values.values
     flat = values.to_numpy(zero_copy_only=False).reshape(-1, *column.inner_shape)

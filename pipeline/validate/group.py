@@ -179,5 +179,23 @@ def _scan_blocks(vectors: npt.NDArray[np.float32], flags: BoolArray, step: int, 
             # A bfloat16 is the upper half of a float32.
             flags[2, start : start + step] = (seen & 0xFFFF) != 0
         elif dtype == "float16":
-            rounded = block.astype(np.float16).astype(np.float32)
-            flags[2, start : start + step] = ((rounded != block) & np.isfinite(block)).any(axis=1)
+            flags[2, start : start + step] = _no_float16(block, bits, seen)
+
+
+def _no_float16(
+    block: npt.NDArray[np.float32], bits: npt.NDArray[np.uint32], seen: npt.NDArray[np.uint32]
+) -> BoolArray:
+    """Which of a block's finite vectors [N, C] hold a value that float16 has not.
+
+    bits: the block's; seen: their OR per vector. A float16 has 11 significant bits, so the lower 13
+    of its float32 are 0; that is all there is to check for the magnitudes of normal float16 values,
+    2^-14 to 65504. Only the few others are rounded, 15 times as slow.
+    """
+    broken: BoolArray = (seen & 0x1FFF) != 0
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    magnitude -= np.uint32(0x38800000)  # 2^-14; what is smaller wraps around to the top
+    odd = np.flatnonzero(magnitude > np.uint32(0x477FE000 - 0x38800000))
+    values = block.reshape(-1)[odd]
+    wrong = odd[(values.astype(np.float16).astype(np.float32) != values) & np.isfinite(values)]
+    broken[wrong // block.shape[1]] = True
+    return broken
