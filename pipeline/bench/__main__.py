@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench import memory, model, storage
+from pipeline.bench import memory, model, starting, storage, workers
 from pipeline.bench.timing import Line
-from pipeline.execute import LocalWorker, execute
 from pipeline.geometry import feature_layout
 from pipeline.models.llamacpp import LlamaCppTarget
-from pipeline.settings import Settings
 
 
 def lines(target: str, *, quick: bool, threads: int, scratch: Path) -> Iterator[Line]:
@@ -42,10 +41,16 @@ def lines(target: str, *, quick: bool, threads: int, scratch: Path) -> Iterator[
     done = storage.features_of(loaded, layout, rows)
     footer = model.footer_of(loaded, layout, "mtp", {})
     yield from storage.encoding(done, layout, footer, scratch, repeats)
-    out = _small_run(target, scratch, 16 if quick else 56)
+    out, line = workers.runs(target, [160] * (48 if quick else 192), scratch)
+    yield line
     columns = ["final_hidden", "full_key", "full_value"]
     yield from storage.loaders(out, columns, scratch, repeats)
-    yield from memory.peaks(target, threads=threads, rows=(32, 128) if quick else (64, 512))
+    yield workers.loading(out, columns, repeats)
+    yield starting.start_up(target, scratch)
+    if (line_or_none := starting.gguf_load(target, threads, repeats)) is not None:
+        yield line_or_none
+    counts = (32, 64) if quick else (64, 512)
+    yield from memory.peaks(target, threads=threads, rows=counts, scratch=scratch)
 
 
 def _model_lines(loaded: Any, *, quick: bool, repeats: int, scratch: Path) -> Iterator[Line]:
@@ -59,21 +64,6 @@ def _model_lines(loaded: Any, *, quick: bool, repeats: int, scratch: Path) -> It
         yield model.extraction(loaded, features, lengths, scratch, budget=budget, repeats=repeats)
 
 
-def _small_run(target: str, scratch: Path, limit: int) -> Path:
-    execute(
-        Settings.check(
-            target=target,
-            prompts=str(model.DEMO_PROMPTS),
-            out=str(scratch / "run"),
-            backend="transformers",
-            limit=limit,
-            max_new_tokens=32,
-        ),
-        LocalWorker,
-    )
-    return scratch / "run"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
@@ -84,11 +74,13 @@ def main() -> None:
     console = Console(stderr=options.json)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         found = []
+        started = time.monotonic()
         for line in lines(
             options.target, quick=options.quick, threads=options.threads, scratch=Path(scratch)
         ):
             found.append(line)
-            console.print(f"{line.ratio:6.2f}  {line.what}", highlight=False)
+            seconds = time.monotonic() - started
+            console.print(f"{seconds:4.0f} s  {line.ratio:6.2f}  {line.what}", highlight=False)
     table = Table("what", "ours", "theirs", "ratio", "bar", "unit")
     for line in found:
         ours, theirs = f"{line.ours:,.1f}", f"{line.theirs:,.1f}"

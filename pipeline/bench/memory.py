@@ -1,61 +1,84 @@
-"""Peak memory of extraction, in processes of their own, over that of the loaded model alone."""
+"""Peak memory of extracting a shard, in a process of its own, beside what it may use."""
 
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
+from pipeline.bench.conversations import write_conversations
 from pipeline.bench.timing import Line
+from pipeline.shards import ROW_GROUP_BYTES
+
+ALLOWANCE = 300 * 2**20  # beyond the model, two micro-batches and a row group
 
 # Loading peaks above what follows, so each measurement starts from what is in use (Linux's VmHWM).
 _CODE = """
 import json, sys
 from pathlib import Path
 import torch
-from pipeline.bench import model
-from pipeline.bench.run import extract_file
+from pipeline.execute import LocalWorker, execute
+from pipeline.settings import Settings
+from pipeline.tasks import ShardTask
+from pipeline.worker import Worker
+
+BATCH = (16, 256)  # rows, tokens: a micro-batch
+
+def status(name):
+    return 1000 * int(Path("/proc/self/status").read_text().partition(name)[2].split()[0])
 
 def peak(run):
     Path("/proc/self/clear_refs").write_text("5")
     run()
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1000
+    return status("VmHWM:")
 
 @torch.inference_mode()
-def bare():
-    ids = torch.ones((16, 256), dtype=torch.long)
-    loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+def bare(model):  # without the LM head: torch may take more for it than for all else
+    model.base_model(input_ids=torch.ones(BATCH, dtype=torch.long), use_cache=False)
 
-target, threads, rows, scratch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-torch.set_num_threads(threads)
-loaded = model.load(target, "transformers", max_length=4096, threads=threads)
-peak(bare)  # gives back what loading left
-first = peak(bare)
-print(json.dumps([first, peak(lambda: extract_file(loaded, rows, 256, Path(scratch)))]))
+def measured(worker, unit):
+    done = []
+    run = lambda: done.append(work(worker, unit))
+    if isinstance(unit, ShardTask):
+        bare(worker.target.model)  # gives back what loading left
+        before = status("VmRSS:")
+        batch = peak(lambda: bare(worker.target.model)) - before
+        print(json.dumps([before, batch, peak(run)]))
+    else:
+        run()
+    return done[0]
+
+work, Worker.execute = Worker.execute, measured
+target, threads, prompts, out = sys.argv[1:]
+settings = dict(target=target, prompts=prompts, out=out, threads=int(threads), turns="given")
+tokens = BATCH[0] * BATCH[1]
+settings |= dict(backend="transformers", batch_tokens=tokens, shard_mb=4096, seed=1)
+execute(Settings.check(**settings), LocalWorker)
 """
 
 
-def peaks(target: str, *, threads: int, rows: Sequence[int]) -> list[Line]:
-    """Peak of extracting few and many rows of 256 tokens, over a bare pass of one micro-batch."""
+def peaks(target: str, *, threads: int, rows: Sequence[int], scratch: Path) -> list[Line]:
+    """Peak of extracting few and many rows over what is allowed; it must not grow with rows."""
     found = []
     for count in rows:
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-            done = subprocess.run(
-                [sys.executable, "-c", _CODE, target, str(threads), str(count), scratch],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        before, after = json.loads(done.stdout.splitlines()[-1])
-        bar = "+ one row group + 300 MB"
+        prompts, out = scratch / f"{count}.jsonl", scratch / f"run-{count}"
+        write_conversations(prompts, [160] * count)
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE, target, str(threads), str(prompts), str(out)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        last = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("["))
+        before, batch, peak = json.loads(last)
+        allowed = before + 2 * batch + ROW_GROUP_BYTES + ALLOWANCE
         found.append(
             Line(
-                f"(e) peak memory, {count} rows of 256",
-                after,
-                before,
-                "MB over the model and one batch",
-                bar,
+                f"(e) peak memory, a shard of {count} rows",
+                peak / 1e6,
+                allowed / 1e6,
+                "MB over model + 2 batches + row group + 300 MiB",
+                "<= 1",
             )
         )
     return found
