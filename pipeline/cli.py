@@ -4,13 +4,14 @@ Exit codes: 0 fine, 1 findings, 2 cannot run (one red line says why), 130 interr
 """
 
 import dataclasses
-import json
 import signal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from pipeline import cli_sharing
+from pipeline.cli_shared import Directory, DirectoryOrUrl, Json, new_console, print_json
 from pipeline.errors import PipelineError, run_program
 from pipeline.prompt_settings import PromptSettings
 from pipeline.settings import Settings, with_options, with_settings
@@ -24,14 +25,6 @@ app = typer.Typer(
     epilog="Example: pipeline validate /data/run",
 )
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="OUT of a run, OUT/data, or a directory with shards.")
-]
-DirectoryOrUrl = Annotated[
-    str, typer.Argument(metavar="DIR", help="OUT of a run (also s3://…), or shards.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-
 
 @app.command(epilog="Example: pipeline prompts p.jsonl --target smollm2-135m --show 2")
 @with_options(PromptSettings, arguments={"prompts": "FILE…"})
@@ -43,9 +36,9 @@ def prompts(
     """Check prompts: accepted and rejected by reason; rendered ids with the answers in colour."""
     from pipeline.prompts_command import print_prompts
 
-    told = print_prompts(settings, show=show, console=_console(quiet=as_json))
+    told = print_prompts(settings, show=show, console=new_console(quiet=as_json))
     if as_json:
-        _print_json(told)
+        print_json(told)
 
 
 @app.command(
@@ -107,9 +100,9 @@ def validate(
             allow_missing=allow_missing,
         )
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
-        print_report(_console(), report, show_all=show_all)
+        print_report(new_console(), report, show_all=show_all)
     raise typer.Exit(0 if report.ok else FINDINGS)
 
 
@@ -121,9 +114,9 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
 
     found = inspect_run(directory)
     if as_json:
-        _print_json(found.as_dict())
+        print_json(found.as_dict())
     else:
-        print_inspection(_console(), found)
+        print_inspection(new_console(), found)
 
 
 @app.command(epilog="Example: pipeline report /data/run -o report.html --compare /data/other")
@@ -144,94 +137,6 @@ def report(
     typer.echo(f"wrote {output}")
 
 
-@app.command(epilog="Example: pipeline vocab /data/run --size 65536 -o /data/vocab --markov")
-def vocab(
-    directory: DirectoryOrUrl,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
-    size: Annotated[int, typer.Option(min=1, help="Tokens of the draft vocabulary.")] = 65536,
-    must_include: Annotated[
-        str, typer.Option(help="Whole groups of tokens: japanese,math,symbols,code.")
-    ] = "",
-    markov: Annotated[
-        bool, typer.Option("--markov", help="Also count which tokens follow which.")
-    ] = False,
-    target: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is, if not where the run had it.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Choose a drafter's vocabulary from a run's answers: t2d, d2t and what they cover."""
-    from pipeline.vocab.command import write_vocab
-
-    report = write_vocab(
-        directory,
-        output,
-        size=size,
-        must_include=[name.strip() for name in must_include.split(",") if name.strip()],
-        markov=markov,
-        target=target,
-        console=_console(quiet=as_json),
-    )
-    if as_json:
-        _print_json(report)
-
-
-@app.command(epilog="Example: pipeline export /data/run --to specforge -o /data/specforge")
-def export(
-    directory: DirectoryOrUrl,
-    to: Annotated[
-        Literal["speculators", "specforge", "deepspec"], typer.Option(help="Whose format.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory to write.")],
-    features: Annotated[
-        Literal["dspark", "eagle3"] | None,
-        typer.Option(help="Whose blocks; by format if absent."),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Blocks to export, as 1,14,26; if absent, the set's but the last block."),
-    ] = None,
-    vocab: Annotated[
-        Path | None, typer.Option(help="A draft vocabulary to write too (`pipeline vocab`).")
-    ] = None,
-) -> None:
-    """Write a run's rows in the format that another trainer reads."""
-    from pipeline.export import export_run
-
-    done = export_run(directory, output, to, features, layers=layers, vocab=vocab)
-    typer.echo(f"wrote {done.rows:,} rows for {to} to {output}")
-    if done.left_out:
-        typer.echo(f"left out {len(done.left_out):,} rows that its reader refuses (export.json)")
-    ids = " ".join(map(str, done.layer_ids))
-    typer.echo(f"block outputs {list(done.blocks)}; for {to}, {done.layer_option}: {ids}")
-
-
-@app.command(epilog="Example: pipeline split /data/run --parts 4 -o /data/sets")
-def split(
-    directory: Directory,
-    parts: Annotated[int, typer.Option(min=1, help="How many shard sets.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory of the sets.")],
-) -> None:
-    """Deal a run's files to shard sets, each with all records; `merge` puts them together."""
-    from pipeline.shard_sets import split_run
-
-    for folder in split_run(directory, parts, output):
-        typer.echo(f"wrote {folder}")
-
-
-@app.command(epilog="Example: pipeline merge /data/sets/set-* -o /data/run")
-def merge(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR…", help="Shard sets with equal fingerprints.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The new directory to write.")],
-) -> None:
-    """Put shard sets of one run together; every file is checked against its record."""
-    from pipeline.shard_sets import merge_sets
-
-    typer.echo(f"merged {merge_sets(directories, output):,} files into {output}")
-
-
 @app.command(epilog="Example: pipeline schema mtp")
 def schema(
     name: Annotated[
@@ -246,7 +151,7 @@ def schema(
         for ref in schema_refs():
             typer.echo(f"{ref}: {load_schema(ref).summary}")
     else:
-        print_schema(_console(), load_schema(name))
+        print_schema(new_console(), load_schema(name))
 
 
 @app.command(epilog="Example: pipeline show /data/run --row 3")
@@ -257,7 +162,7 @@ def show(
     """Print what datasets.load_dataset returns for a run, and one row token by token."""
     from pipeline.show import show as print_rows
 
-    print_rows(directory, row, _console())
+    print_rows(directory, row, new_console())
 
 
 @app.command(epilog="Example: pipeline parity --target model-Q4_K_M.gguf --rows 8")
@@ -288,30 +193,9 @@ def parity(
         threads=threads,
     )
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
-        _console().print(report)
-
-
-@app.command(epilog="Example: pipeline push /data/run me/drafter-features --license apache-2.0")
-def push(
-    directory: Directory,
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="Dataset repository: owner/name.")],
-    license_id: Annotated[
-        str | None,
-        typer.Option("--license", help="License of the dataset, by the Hub's id: apache-2.0."),
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="A new one is private.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be sent; no network.")
-    ] = False,
-) -> None:
-    """Send a finished run to the Hub: shards, records, plan and card; again: what is missing."""
-    from pipeline.push_command import push_run
-
-    push_run(
-        directory, repo, license_id=license_id, private=private, dry_run=dry_run, console=_console()
-    )
+        new_console().print(report)
 
 
 @app.command(epilog="Example: pipeline doctor --out /data/run")
@@ -325,13 +209,13 @@ def doctor(
     from pipeline.console import print_check
     from pipeline.doctor import examine
 
-    console, checks = _console(quiet=as_json), []
+    console, checks = new_console(quiet=as_json), []
     for check in examine(out):
         checks.append(check)
         print_check(console, check)
     failed = any(check.status == "fail" for check in checks)
     if as_json:
-        _print_json({"ok": not failed, "checks": [dataclasses.asdict(c) for c in checks]})
+        print_json({"ok": not failed, "checks": [dataclasses.asdict(c) for c in checks]})
     raise typer.Exit(FINDINGS if failed else 0)
 
 
@@ -380,15 +264,7 @@ def tiny_target(
     typer.echo(f"wrote {out} and {out}/model-F16.gguf")
 
 
-def _console(*, quiet: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False, quiet=quiet)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    # ASCII with escapes: ids and file names may hold what the terminal's encoding does not.
-    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+app.add_typer(cli_sharing.app)
 
 
 def main() -> NoReturn:
