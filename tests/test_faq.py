@@ -68,9 +68,10 @@ def test_sizes_as_shard_safetensors_and_pickle(nano_run: Path) -> None:
     sizes = (found.disk_bytes, sum(len(save(row)) for row in tensors), pickled)
     text = " ".join(answer("Why Parquet").split())
     told = re.search(
-        r"(\d+) tokens\): ([\d,]+) bytes .* ([\d,]+) as one .* ([\d,]+) by `torch", text
+        r"about (\d+) tokens\): ([\d,]+) bytes .* ([\d,]+) as one .* ([\d,]+) by `torch", text
     )
-    assert told and int(told[1]) == tokens
+    # Which token is likeliest in bfloat16 depends on the processor's kernels: 790 here, 802 there.
+    assert told and int(told[1]) == pytest.approx(tokens, rel=0.04)
     for group, size in zip(told.groups()[1:], sizes, strict=True):
         assert int(group.replace(",", "")) == pytest.approx(size / tokens, rel=0.02)
     ratios = [c.logical_bytes / c.disk_bytes for c in found.columns if c.dtype == "bfloat16"]
