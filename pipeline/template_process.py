@@ -167,11 +167,12 @@ def _serve() -> None:
     import transformers.utils.chat_template_utils  # noqa: F401
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    out.write(b"ready\n")
-    out.flush()
-    for line in sys.stdin.buffer:
-        out.write(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone, and nobody waits for an answer
+        out.write(b"ready\n")
         out.flush()
+        for line in sys.stdin.buffer:
+            out.write(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+            out.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import tempfile
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny_model
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from pipeline.errors import PipelineError
 from pipeline.features import exact_top_k
+from pipeline.models import hf_generate
 from pipeline.models.base import PositionedRow, Prompt, Sampling
-from pipeline.models.hf import TransformersTarget, generation_batches
+from pipeline.models.hf import TransformersTarget
+from pipeline.models.hf_generate import JOINING, joining
 from pipeline.models.load import spread
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma4"]
@@ -419,8 +423,71 @@ def test_a_model_spread_by_accelerate_gives_the_same(architecture: str) -> None:
             assert torch.equal(one.shared_kv[kind][1], value)
 
 
-def test_prompts_that_decode_together_are_of_like_length() -> None:
-    batches = generation_batches([40, 826, 36, 700, 61, *[50] * 40])
-    assert sorted(i for batch in batches for i in batch) == list(range(45))
-    assert batches[-1] == [3, 1] and all(len(batch) <= 32 for batch in batches)
-    assert generation_batches([]) == []
+def test_waiting_prompts_join_the_rows_under_way(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined rows bring padding, a window and positions of their own into a running cache."""
+    rng = np.random.default_rng(23)
+    lengths = [2, 3, 5, 7, 9, 12, 14, 21, 28, 30]
+    prompts = [Prompt(rng.integers(6, VOCAB, n).astype(np.int32), n) for n in lengths]
+    monkeypatch.setattr(target, "eos_ids", frozenset())
+    monkeypatch.setattr(hf_generate, "ROWS", 4)
+    monkeypatch.setattr(hf_generate, "JOINING", 2)
+    sizes: list[tuple[int, int]] = []
+    step = target._last_logits
+
+    def recorded(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append((ids.shape[0], ids.shape[1]))
+        return step(ids, *rest)
+
+    monkeypatch.setattr(target, "_last_logits", recorded)
+
+    def ended(answer: Sequence[int]) -> bool:  # soon for some answers, late or never for others
+        return (sum(answer) + 3 * len(answer)) % 5 == 0
+
+    expected = []
+    for prompt in prompts:
+        free = greedy_reference(target, prompt.ids, 14)
+        expected.append(next((free[:n] for n in range(1, 15) if ended(free[:n])), free))
+    answers = target.generate(prompts, Sampling(max_new_tokens=14, ended=ended))
+    assert len({len(answer) for answer in expected}) > 2
+    assert [answer.ids.tolist() for answer in answers] == expected
+    prefills = [i for i, (_, columns) in enumerate(sizes) if columns > 1]
+    assert len(prefills) > 2 and sizes[prefills[0]][0] == 4
+    assert any(sizes[i][0] < sizes[i + 2][0] for i in prefills[1:-1])  # some rows were under way
+
+
+def test_columns_that_are_padding_in_every_row_go_when_prompts_join() -> None:
+    target = make_target("gemma4")
+    cache = DynamicCache(config=target.model.config)
+    mask = torch.tensor([[0] * 20 + [1] * 10, [0] * 18 + [1] * 12])
+    ids = torch.arange(60).reshape(2, 30) % VOCAB
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    target._last_logits(ids, mask, positions, cache)
+    other = hf_generate._Batch([7], DynamicCache(config=target.model.config), mask[:1, -14:])
+    target._last_logits(ids[:1, -14:], other.mask, positions[:1, -14:], other.cache)
+    batch = hf_generate._Batch([3, 4], cache, mask)
+    batch.join(other)
+    assert batch.rows == [3, 4, 7]
+    assert batch.mask.tolist() == [[0] * 2 + [1] * 10, [1] * 12, [0] * 2 + [1] * 10]
+    kept = {
+        (layer.is_sliding, layer.get_seq_length(), layer.keys.shape[-2])
+        for layer in cache.layers
+        if isinstance(layer, DynamicLayer)
+    }
+    assert kept == {(True, 12, 7), (False, 12, 12)}  # a window of 8 leaves 7 of the past
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):  # the newcomer is the first row once more
+            torch.testing.assert_close(layer.keys[0, :, -7:], layer.keys[2, :, -7:])
+
+
+def test_prompts_join_in_company_and_only_rows_of_like_length() -> None:
+    assert joining([36, 40, *[50] * 40], []) == 32
+    assert joining([36, 40, 700], []) == 2  # 700 tokens of padding for two rows
+    assert joining([], [40]) == 0
+    few, many = [50] * (32 - JOINING), [50] * (33 - JOINING)
+    assert joining([60] * 20, few) == JOINING
+    assert joining([60] * 20, many) == 0
+    assert joining([60] * 3, many) == 3  # no more will come, so nothing is gained by waiting
+    assert joining([600, 700], [*few[1:], 40]) == 0
+    assert joining([500, 700], [*few[1:], 40]) == 1

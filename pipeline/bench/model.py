@@ -14,7 +14,7 @@ from pipeline.extract import extract_rows, micro_batches
 from pipeline.geometry import feature_layout
 from pipeline.layers import choose_layers
 from pipeline.models.base import Int32Array, Prompt, Sampling, TargetModel
-from pipeline.models.hf import GENERATE_ROWS
+from pipeline.models.hf_generate import ROWS
 from pipeline.models.llamacpp import LlamaCppTarget
 from pipeline.models.load import find_target, load_eos_ids, load_target, load_tokenizer
 from pipeline.prompts import PromptRow, read_prompts
@@ -146,8 +146,8 @@ def transformers_rollouts(model: Any, prompts: Sequence[Prompt], most: int, repe
     @torch.inference_mode()
     def plain() -> None:
         tokens["plain"] = 0
-        for start in range(0, len(order), GENERATE_ROWS):
-            some = [prompts[i].ids for i in order[start : start + GENERATE_ROWS]]
+        for start in range(0, len(order), ROWS):
+            some = [prompts[i].ids for i in order[start : start + ROWS]]
             width = max(map(len, some))
             batch = torch.zeros((len(some), width), dtype=torch.long)
             mask = torch.zeros_like(batch)

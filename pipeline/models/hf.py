@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -26,14 +25,13 @@ from pipeline.models.base import (
     Sampling,
     TeacherRows,
 )
+from pipeline.models.hf_generate import Generator
 from pipeline.models.hf_geometry import decoder_layers, geometry_of
 from pipeline.models.sampling import RowSampler
 
 ATTENTION = "sdpa_recording"
 # Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
 LOGITS_BYTES = 64 * 2**20
-GENERATE_ROWS = 32  # rows that decode together
-PADDED, PADDING = 1.5, 512
 
 
 def _recording_attention(
@@ -186,7 +184,7 @@ class TransformersTarget:
         return rows
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
-        """Answer each prompt; like lengths decode together, finished rows leave at once.
+        """Answer each prompt; finished rows leave at once, waiting prompts take their places.
 
         Raises PipelineError for a prompt that leaves no room for an answer.
         """
@@ -196,78 +194,36 @@ class TransformersTarget:
                     f"a prompt of {len(prompt.ids)} tokens leaves no room for an answer in "
                     f"{self.max_length} tokens"
                 )
-        answers: dict[int, Generation] = {}
-        for batch in generation_batches([len(prompt.ids) for prompt in prompts]):
-            done = self._generate_batch([prompts[i] for i in batch], sampling)
-            answers.update(zip(batch, done, strict=True))
-        return [answers[i] for i in range(len(prompts))]
+        generator = Generator(
+            prompts,
+            sampling,
+            step=self._last_logits,
+            choose=self._choose,
+            new_cache=lambda: DynamicCache(config=self.model.config),
+            eos_ids=self.eos_ids,
+            max_length=self.max_length,
+            device=self.device,
+        )
+        return generator.run()
 
-    @torch.inference_mode()
-    def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
-        samplers = [RowSampler(prompt.seed, sampling) for prompt in prompts]
-        answers: list[list[int]] = [[] for _ in prompts]
-        finished: dict[int, Generation] = {}
-        limits = [
-            min(sampling.max_new_tokens, self.max_length - len(prompt.ids)) for prompt in prompts
-        ]
-        ids, mask = _left_pad([prompt.ids for prompt in prompts])
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        cache = DynamicCache(config=self.model.config)
-        active = list(range(len(prompts)))
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        while active:
-            hidden = self.model.base_model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                **{self._cache_argument: cache},
-            ).last_hidden_state[:, -1]
-            chosen = self._choose(self._logits(hidden), [samplers[i] for i in active], sampling)
-            stay = []
-            for slot, (i, token) in enumerate(zip(active, chosen, strict=True)):
-                answers[i].append(token)
-                reason = sampling.finish_of(answers[i], self.eos_ids, limits[i])
-                if reason is None:
-                    stay.append(slot)
-                else:
-                    finished[i] = Generation(np.array(answers[i], dtype=np.int32), reason)
-            if len(stay) < len(active):
-                keep = torch.tensor(stay, dtype=torch.long, device=self.device)
-                cache.batch_select_indices(keep)
-                mask, positions = mask[keep], positions[keep]
-            ids = torch.tensor([[chosen[slot]] for slot in stay], device=self.device)
-            active = [active[slot] for slot in stay]
-            mask = torch.cat([mask, mask.new_ones((len(stay), 1))], dim=1)
-            positions = positions[:, -1:] + 1
-        return [finished[i] for i in range(len(prompts))]
+    def _last_logits(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        hidden = self.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_argument: cache},
+        ).last_hidden_state
+        return self._logits(hidden[:, -1])
 
-    def _choose(
-        self, logits: torch.Tensor, samplers: Sequence[RowSampler], sampling: Sampling
-    ) -> list[int]:
-        if sampling.temperature == 0:  # the arg-max of the teacher row, ties to the lower id
+    def _choose(self, logits: torch.Tensor, samplers: Sequence[RowSampler]) -> list[int]:
+        if samplers[0].greedy:  # the arg-max of the teacher row, ties to the lower id
             greedy: list[int] = exact_top_k(logits.float(), 1)[1][:, 0].tolist()
             return greedy
         rows = logits.float().cpu().numpy()
         return [sampler(row) for sampler, row in zip(samplers, rows, strict=True)]
-
-
-def generation_batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Which prompts decode together, as indices: like lengths, so that little of it is padding.
-
-    At most GENERATE_ROWS, none of them over PADDED times as long as the shortest and PADDING
-    tokens: prompts are padded to the longest, and one long prompt among short ones would cost as
-    much as all of them being long; another round of decoding costs more than a little padding.
-    """
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        shortest = lengths[batches[-1][0]] if batches else 0
-        fits = batches and len(batches[-1]) < GENERATE_ROWS
-        if fits and lengths[i] <= PADDED * shortest + PADDING:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
 
 
 def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
@@ -280,13 +236,3 @@ def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., No
 def _token_major(heads_first: torch.Tensor, length: int) -> torch.Tensor:
     """[H, T, C] with padding -> [length, H, C] on the CPU."""
     return heads_first[:, :length].transpose(0, 1).contiguous().cpu()
-
-
-def _left_pad(prompts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids in prompts)
-    ids = torch.zeros((len(prompts), width), dtype=torch.long)
-    mask = torch.zeros((len(prompts), width), dtype=torch.long)
-    for b, prompt in enumerate(prompts):
-        ids[b, width - len(prompt) :] = torch.tensor(prompt)
-        mask[b, width - len(prompt) :] = 1
-    return ids, mask

@@ -47,6 +47,7 @@ class RowSampler:
         if not 0 <= seed < 2**64:
             raise PipelineError(f"a row's seed must lie in [0, 2**64), not {seed}")
         self._sampling = sampling
+        self.greedy = sampling.temperature == 0
         self._uniform = np.random.Generator(np.random.Philox(key=seed))
 
     def __call__(self, logits: npt.NDArray[np.float32]) -> int:
@@ -60,7 +61,7 @@ class RowSampler:
                 f"the target model's logits hold {logits[best]} at token id {best}: "
                 "its weights or its numeric format are broken"
             )
-        if self._sampling.temperature == 0:
+        if self.greedy:
             return best
         u = float(self._uniform.random())
         ids = _top_k_ids(logits, self._sampling.top_k)
