@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -245,11 +246,24 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def head() -> Iterator[str]:
+def ray_dir() -> Iterator[Path]:
+    """A temporary directory of the cluster's own, short enough for the paths of its sockets.
+
+    A submitted job joins the cluster that last started in its cluster's directory, so in a shared
+    one the job lands in whatever cluster another test has started meanwhile.
+    """
+    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    yield Path(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def head(ray_dir: Path) -> Iterator[str]:
     """A cluster as `ray start --head` makes it, stopped alone: `ray stop` would take all."""
     port, dashboard = free_port(), free_port()
     ray_program = str(Path(sys.executable).parent / "ray")
     options = [
+        f"--temp-dir={ray_dir}",
         f"--port={port}",
         f"--dashboard-port={dashboard}",
         # The job agent's default port is fixed, and the cluster of the tests above holds it.
@@ -297,7 +311,7 @@ def submit(address: str, job_arguments: list[str], working_dir: Path) -> Any:
     return done
 
 
-def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:
+def test_ray_job_submit(head: str, ray_dir: Path, tiny_run: Path, tmp_path: Path) -> None:
     """From a checkout in which somebody left a model of 150 MB (F10: the limit is 100 MiB)."""
     checkout = tmp_path / "checkout"
     for name in ("pipeline", "jobs", "schemas"):
@@ -308,10 +322,10 @@ def test_ray_job_submit(head: str, tiny_run: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert data_files(tmp_path / "out") == data_files(tiny_run)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"] is True
-    uploads = Path("/tmp/ray").glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*")
-    newest = max((path for path in uploads if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    assert (newest / "pipeline/data/gemma4-nano/model.safetensors").is_file()
-    assert not list(newest.glob("*.gguf"))
+    uploads = ray_dir.glob("session_latest/runtime_resources/working_dir_files/_ray_pkg_*")
+    (upload,) = (path for path in uploads if path.is_dir())
+    assert (upload / "pipeline/data/gemma4-nano/model.safetensors").is_file()
+    assert not list(upload.glob("*.gguf"))
     relative = submit(head, arguments(settings_of(tiny_run, out="lost")), checkout)
     assert relative.returncode == 1  # Ray's own code for any failure
     assert "error: --out lost: must be absolute or a URL under `ray job submit`" in relative.stdout
