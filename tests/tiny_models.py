@@ -12,6 +12,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from pipeline.models.hf import TransformersTarget
+
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma4"]
 VOCAB = 199  # not a multiple of anything, so that axes cannot be confused
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -69,3 +72,7 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, **chang
             if name.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval().requires_grad_(False)
+
+
+def make_target(architecture: str, **changes: object) -> TransformersTarget:
+    return TransformersTarget(tiny_model(architecture, **changes), eos_ids=frozenset({2, 5}))
