@@ -7,32 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.batches import row_features, row_groups
 from pipeline.errors import RowReject
-from pipeline.features import feature_columns
 from pipeline.geometry import Geometry
 from pipeline.manifest import Commit, Reject, RunFolder, make_commit
-from pipeline.memory import halving
-from pipeline.models.base import PositionedRow, TargetModel
+from pipeline.models.base import TargetModel
 from pipeline.schema import Layout
 from pipeline.seeds import position_offset
 from pipeline.settings import Settings
-from pipeline.shards import ROW_GROUP_BYTES, Row, ShardWriter, ids_sha256, row_arrays
+from pipeline.shards import Row, ShardWriter, ids_sha256, row_arrays
 from pipeline.tasks import ShardTask
-
-
-def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group rows so that rows x longest row stays within `budget` tokens; like lengths together.
-
-    Returns indices into `lengths`. A row longer than the budget gets a batch of its own.
-    """
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
-        # Longest first, so the first row of a batch is its width.
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 def extract_shard(
@@ -103,37 +87,17 @@ def extract_rows(
     rows: Sequence[dict[str, Any]], target: TargetModel, layout: Layout, settings: Settings
 ) -> tuple[list[Row], list[Reject]]:
     """Features of one row group, in its order, and the rows that have none."""
-    done: dict[int, Row] = {}
-    rejects: dict[int, Reject] = {}
-    for batch in micro_batches([row["num_tokens"] for row in rows], settings.batch_tokens):
-        positioned = [
-            PositionedRow(rows[i]["input_ids"], _offset(rows[i], target.geometry, settings))
-            for i in batch
-        ]
-        outputs = halving(
-            lambda some: target.forward(
-                some, top_k=settings.topk, block_layers=layout.block_layers
-            ),
-            positioned,
-        )
-        for i, row, output in zip(batch, positioned, outputs, strict=True):
-            if isinstance(output, RowReject):
-                rejects[i] = _reject(rows[i], output.reason, output.detail)
-                continue
-            arrays = feature_columns(output, row.ids, rows[i]["loss_mask"], layout)
-            broken = [
-                name
-                for name, array in arrays.items()
-                # The extremes of values with NaN are NaN.
-                if array.dtype == np.float32 and not np.isfinite([array.min(), array.max()]).all()
-            ]
-            if broken:
-                detail = f"{broken[0]} holds a value that is not finite"
-                rejects[i] = _reject(rows[i], "non_finite", detail)
-                continue
-            scalars = {c.name: rows[i].get(c.name) for c in layout.columns if not c.shape}
-            done[i] = {**scalars, **arrays, "position_offset": row.offset}
-    return [done[i] for i in sorted(done)], [rejects[i] for i in sorted(rejects)]
+    offsets = [_offset(row, target.geometry, settings) for row in rows]
+    found = row_features(
+        rows, offsets, target, layout, top_k=settings.topk, batch_tokens=settings.batch_tokens
+    )
+    done = [features for features in found if not isinstance(features, RowReject)]
+    rejects = [
+        _reject(row, features.reason, features.detail)
+        for row, features in zip(rows, found, strict=True)
+        if isinstance(features, RowReject)
+    ]
+    return done, rejects
 
 
 def _reject(row: dict[str, Any], reason: str, detail: str) -> Reject:
@@ -159,20 +123,3 @@ def rollout_rows(task: ShardTask, layout: Layout, folder: RunFolder) -> Iterator
         arrays = [row_arrays(table[c.name], c)[start:stop] for c in columns]
         for values in zip(*arrays, strict=True):
             yield dict(zip(names, values, strict=True))
-
-
-def row_groups(
-    rows: Iterator[dict[str, Any]], bytes_per_token: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Cut the rows where their features would pass ROW_GROUP_BYTES; at least one row each."""
-    group: list[dict[str, Any]] = []
-    size = 0
-    for row in rows:
-        row_bytes = row["num_tokens"] * bytes_per_token
-        if group and size + row_bytes > ROW_GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(row)
-        size += row_bytes
-    if group:
-        yield group

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from pipeline.batches import row_groups
 from pipeline.errors import PipelineError, no_space
-from pipeline.extract import extract_rows, extract_shard, rollout_rows, row_groups
+from pipeline.extract import extract_rows, extract_shard, rollout_rows
 from pipeline.forecast import Probe, peak_memory
 from pipeline.geometry import Geometry, feature_layout
 from pipeline.layers import Layers, choose_layers, parse_features

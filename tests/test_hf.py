@@ -269,7 +269,7 @@ def test_logits_of_a_whole_micro_batch_never_exist_at_once(
         return logits(hidden)
 
     monkeypatch.setattr(target, "_logits", recorded)
-    monkeypatch.setattr("pipeline.models.hf.LOGITS_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr("pipeline.models.hf.LOGITS_BYTES", {"cpu": 4 * VOCAB * 7})
     chunked = target.forward(rows, top_k=TOP_K)
     assert max(sizes) == 7 and sum(sizes) == sum(LENGTHS)
     for a, b in zip(whole, chunked, strict=True):

@@ -20,9 +20,9 @@ from rich.console import Console
 from run_files import data_files, geometry_of_files, load, settings_of, shard_rows
 from tokenizers.pre_tokenizers import ByteLevel
 
+from pipeline.batches import micro_batches
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.execute import LocalWorker, dry_run, execute
-from pipeline.extract import micro_batches
 from pipeline.forecast import print_forecast
 from pipeline.manifest import RunFolder, make_commit
 from pipeline.models.base import PositionedRow

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.batches import micro_batches
 from pipeline.bench.timing import Line, medians
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
-from pipeline.extract import extract_rows, micro_batches
+from pipeline.extract import extract_rows
 from pipeline.geometry import feature_layout
 from pipeline.layers import choose_layers
 from pipeline.models.base import Int32Array, Prompt, Sampling, TargetModel

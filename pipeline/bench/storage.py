@@ -10,8 +10,9 @@ import torch
 from datasets import load_dataset
 from safetensors.torch import save_file
 
+from pipeline.batches import row_groups
 from pipeline.bench.timing import Line, medians
-from pipeline.extract import extract_rows, row_groups
+from pipeline.extract import extract_rows
 from pipeline.loading import FeatureDataset
 from pipeline.settings import Settings
 from pipeline.shards import ShardWriter, to_table

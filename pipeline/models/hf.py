@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -27,11 +28,13 @@ from pipeline.models.base import (
 )
 from pipeline.models.hf_generate import Generator
 from pipeline.models.hf_geometry import decoder_layers, geometry_of
+from pipeline.models.host_copies import HostCopies
 from pipeline.models.sampling import RowSampler
 
 ATTENTION = "sdpa_recording"
-# Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch.
-LOGITS_BYTES = 64 * 2**20
+# Bytes of float32 logits that exist at a time: [chunk, V], never [T, V] of a whole micro-batch. A
+# GPU reads lm_head's weights once a chunk, so there a chunk must be worth that.
+LOGITS_BYTES = {"cpu": 64 * 2**20, "gpu": 512 * 2**20}
 
 
 def _recording_attention(
@@ -138,50 +141,52 @@ class TransformersTarget:
             self._record = False
             for hook in hooks:
                 hook.remove()
-        teacher = self._teacher_rows(hidden, ids, mask, top_k)
-        outputs = [
-            RowOutput(
-                final_hidden=hidden[b, :length].cpu(),
-                shared_kv={
-                    kind: (_token_major(key[b], length), _token_major(value[b], length))
-                    for kind, (key, value) in self._kv.items()
-                },
-                teacher=teacher[b],
-                block_hidden={i: block[b, :length].cpu() for i, block in blocks.items()},
-            )
-            for b, length in enumerate(lengths)
-        ]
+        real = mask.bool()
+        places = real.nonzero(as_tuple=True)
+
+        def own(padded: torch.Tensor) -> torch.Tensor:  # [B, T, …] -> [N, …], row by row
+            b, t = (index.to(padded.device, non_blocking=True) for index in places)
+            return padded[b, t]
+
+        flat = own(hidden)
+        copies = HostCopies()  # of states and K/V, under way while the teacher rows are computed
+        states = copies.start(flat)
+        shared_kv = {
+            kind: tuple(copies.start(own(part.transpose(1, 2))) for part in pair)
+            for kind, pair in self._kv.items()
+        }
+        block_states = {i: copies.start(own(block)) for i, block in blocks.items()}
         self._kv.clear()
-        return outputs
+        blocks.clear()
+        # x_{t+1} of every token; the last token of a row has none: its value is dropped.
+        teacher = self._teacher_rows(flat, torch.roll(ids, -1, dims=1)[real], top_k, copies)
+        copies.wait()
+        ends = np.cumsum(lengths).tolist()
+        return [
+            RowOutput(
+                final_hidden=states[piece],
+                shared_kv={kind: (k[piece], v[piece]) for kind, (k, v) in shared_kv.items()},
+                teacher=_row_of(teacher, piece),
+                block_hidden={i: block[piece] for i, block in block_states.items()},
+            )
+            for piece in (slice(end - n, end) for end, n in zip(ends, lengths, strict=True))
+        ]
 
     def _teacher_rows(
-        self, hidden: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, top_k: int
-    ) -> list[TeacherRows]:
-        """hidden [B, T, D] -> teacher rows of each row's own tokens, lm_head chunk by chunk."""
-        real = mask.bool()
-        flat = hidden[real.to(hidden.device)]  # [N, D], row by row
-        # x_{t+1} of every token; the last token of a row has none: id 0 there, dropped below.
-        following = torch.roll(ids, -1, dims=1)[real]
-        chunk = max(1, LOGITS_BYTES // (4 * self.geometry.vocab_size))
+        self, hidden: torch.Tensor, next_ids: torch.Tensor, top_k: int, copies: HostCopies
+    ) -> list[torch.Tensor]:
+        """hidden [N, D], next_ids [N] -> `features.teacher_rows` of them, lm_head chunk by chunk.
+
+        To be read after `copies.wait()`.
+        """
+        limit = LOGITS_BYTES["cpu" if hidden.device.type == "cpu" else "gpu"]
+        chunk = max(1, limit // (4 * self.geometry.vocab_size))
         parts = []
-        for i in range(0, len(flat), chunk):
-            logits = self._logits(flat[i : i + chunk])
-            next_ids = following[i : i + chunk].to(logits.device)
-            parts.append([part.cpu() for part in teacher_rows(logits, next_ids, top_k)])
-        top_ids, top_logprobs, tail, next_logprobs = (
-            torch.cat(column) for column in zip(*parts, strict=True)
-        )
-        rows = []
-        start = 0
-        for length in mask.sum(dim=1).tolist():
-            piece = slice(start, start + length)
-            token_logprobs = torch.zeros(length)
-            token_logprobs[1:] = next_logprobs[piece][:-1]
-            rows.append(
-                TeacherRows(top_ids[piece], top_logprobs[piece], tail[piece], token_logprobs)
-            )
-            start += length
-        return rows
+        for i in range(0, len(hidden), chunk):
+            logits = self._logits(hidden[i : i + chunk])
+            following = next_ids[i : i + chunk].to(logits.device)
+            parts.append(teacher_rows(logits, following, top_k))
+        return [copies.start(torch.cat(column)) for column in zip(*parts, strict=True)]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         """Answer each prompt; finished rows leave at once, waiting prompts take their places.
@@ -233,6 +238,9 @@ def _keep_output(store: dict[int, torch.Tensor], layer: int) -> Callable[..., No
     return hook
 
 
-def _token_major(heads_first: torch.Tensor, length: int) -> torch.Tensor:
-    """[H, T, C] with padding -> [length, H, C] on the CPU."""
-    return heads_first[:, :length].transpose(0, 1).contiguous().cpu()
+def _row_of(teacher: Sequence[torch.Tensor], piece: slice) -> TeacherRows:
+    """One row's teacher rows; `teacher` as `features.teacher_rows` gives it for all rows."""
+    top_ids, top_logprobs, tail, next_logprobs = (column[piece] for column in teacher)
+    token_logprobs = torch.zeros(len(top_ids))
+    token_logprobs[1:] = next_logprobs[:-1]
+    return TeacherRows(top_ids, top_logprobs, tail, token_logprobs)

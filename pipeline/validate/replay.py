@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.batches import micro_batches
 from pipeline.errors import PipelineError, RowReject
-from pipeline.extract import micro_batches
 from pipeline.features import feature_columns
 from pipeline.memory import halving
 from pipeline.models.base import PositionedRow, TargetModel, TeacherRows
