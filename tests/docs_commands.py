@@ -109,7 +109,7 @@ def check(command: Command) -> None:
         _check_make(command)
     elif program == "pip":
         _check_pip(command)
-    elif program == "python" and rest[0].startswith("jobs/"):
+    elif program == "python" and rest[0] in {f"jobs/{name}.py" for name in JOBS}:
         job = typer.main.get_command(job_app(rest[0]))
         _check_click(command, job, rest[1:])
     elif program == "python" and rest[0] == "-m":

@@ -45,6 +45,8 @@ NOT_RUN = {
     "export RAY_AUTH_MODE": "tests/test_jobs.py runs clusters and `ray job submit`",
     "ray ": "the same",
     "docker build": "no docker here",
+    "python -m pipeline.bench": "takes minutes; tests/test_bench.py runs its parts",
+    "python jobs/bench_gpu.py": "wants a GPU; tests/test_bench_gpu.py runs it on the CPU",
     "aws s3api": "tests/test_infra.py puts the rule on a server",
     "hf auth": "needs the Hub",
     "pipeline push OUT me/my-features --license": "the same; tests/test_push.py has a stand-in",
