@@ -1,9 +1,11 @@
 """The dataset card (OUT/README.md): what `load_dataset(OUT)` reads, and what the columns mean."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
 
+from pipeline.errors import PipelineError
 from pipeline.manifest import Commit
 from pipeline.schema import Layout
 from pipeline.units import size_text
@@ -123,3 +125,15 @@ def _columns(layout: Layout) -> str:
         layer = f" (block {column.metadata['layer']})" if "layer" in column.metadata else ""
         lines.append(f"| `{column.name}` | {column.dtype} | {shape} | {column.meaning}{layer} |")
     return "\n".join(lines)
+
+
+def split_card(text: str, name: str) -> tuple[dict[str, Any], str]:
+    """A card's YAML and what follows it. Raises PipelineError for a card without such."""
+    parts = text.split("---\n", 2)
+    try:
+        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise PipelineError(f"{name}: its YAML cannot be read: {error}") from error
+    if not isinstance(head, dict):
+        raise PipelineError(f"{name}: does not begin with YAML between two lines of ---")
+    return head, parts[2]

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.card import split_card
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.shard_sets import finished_run
 from pipeline.shards import file_sha256
@@ -62,7 +63,7 @@ def plan_push(directory: Path, *, license_id: str | None = None) -> list[list[Pu
 
 def card_license(card: bytes) -> str:
     """The license that the card's YAML states. Raises PipelineError for a card without YAML."""
-    head, _ = _split(card.decode("utf-8"), Path("README.md"))
+    head, _ = split_card(card.decode("utf-8"), "README.md")
     return str(head.get("license", "unknown"))
 
 
@@ -161,17 +162,8 @@ def _file(root: Path, name: str) -> PushFile:
 def _licensed(text: str, license_id: str, card: Path) -> str:
     if not _LICENSE.fullmatch(license_id):
         raise PipelineError(f"--license {license_id}: name it as the Hub does: apache-2.0, other")
-    head, body = _split(text, card)
+    head, body = split_card(text, str(card))
     return f"---\n{yaml.safe_dump({**head, 'license': license_id}, sort_keys=False)}---\n{body}"
-
-
-def _split(text: str, card: Path) -> tuple[dict[str, Any], str]:
-    """A card's YAML and what follows it."""
-    parts = text.split("---\n", 2)
-    head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
-    if not isinstance(head, dict):
-        raise PipelineError(f"{card}: does not begin with YAML between two lines of ---")
-    return head, parts[2]
 
 
 @contextlib.contextmanager

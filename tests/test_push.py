@@ -18,7 +18,7 @@ from huggingface_hub import DatasetCard, constants
 from typer.testing import CliRunner
 
 from pipeline import push as push_module
-from pipeline.card import _size_category
+from pipeline.card import _size_category, split_card
 from pipeline.cli import app
 from pipeline.errors import IncompleteError, PipelineError
 from pipeline.push import plan_push
@@ -237,3 +237,24 @@ def test_the_stand_in_hashes_as_git_does(tmp_path: Path) -> None:
     command = ["git", "hash-object", str(tmp_path / "f")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert git_hash(b"hello\n") == said
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("[" * 5000, "README.md: its YAML cannot be read"),  # deeper than the parser goes
+        ("license: [", "README.md: its YAML cannot be read"),
+        ("day: 2026-13-45", "README.md: its YAML cannot be read"),
+        ("just words", "README.md: does not begin with YAML"),
+    ],
+)
+def test_a_card_with_broken_yaml_is_refused(
+    head: str, said: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    card = f"---\n{head}\n---\ntext\n"
+    with pytest.raises(PipelineError, match=said):
+        split_card(card, "README.md")
+    out = shutil.copytree(tiny_run, tmp_path / "out")
+    (out / "README.md").write_text(card)
+    (found,) = (f for f in validate(out, quick=True).findings if f.rule == "card.files")
+    assert said in found.found

@@ -70,7 +70,14 @@ def _weights(path: Path, layer: int) -> torch.Tensor:
                     if _is_text(key, name):
                         weights: torch.Tensor = tensors.get_tensor(key).float()
                         return weights
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise PipelineError(f"{path}: cannot read {name}: {error}") from error
     raise PipelineError(f"{path}: no tensor {name}")
 

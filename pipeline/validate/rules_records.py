@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pydantic
-import yaml
 
+from pipeline.card import split_card
+from pipeline.errors import PipelineError
 from pipeline.manifest import Commit, Reject
 from pipeline.validate.folder import BadRecord, Manifest, RunView
 from pipeline.validate.report import NotChecked, Problem, Rule
@@ -165,10 +166,10 @@ def card_files(run: RunView) -> Iterator[Problem]:
     card = "README.md"
     try:
         text = (run.root / card).read_text(encoding="utf-8")
-        head = yaml.safe_load(text.split("---\n")[1])
+        head, _ = split_card(text, card)
         pinned = {c["config_name"]: c["data_files"][0]["path"] for c in head["configs"]}
         found = {name: sorted(map(str, paths)) for name, paths in pinned.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, PipelineError) as error:
         yield Problem(file=card, found=f"no data files ({error})", expected="YAML with data_files")
         return
     for config, kind in (("default", "shard"), ("rollouts", "rollout")):
