@@ -42,6 +42,7 @@ def _without_datasets() -> Iterator[None]:
 
 with _without_datasets():
     from pipeline.batches import micro_batches, row_features, row_groups
+    from pipeline.bench.rows import Row, random_rows
     from pipeline.errors import RowReject
     from pipeline.geometry import feature_layout
     from pipeline.layers import choose_layers
@@ -83,7 +84,6 @@ TOP_K, DEPTH = 64, 3
 # Of the L2 norm of a column's row. A row alone runs through the kernels of the plain pass; in a
 # batch others may run, and bfloat16 has 8 bits to differ in.
 TOLERANCE_ALONE, TOLERANCE = 1e-3, 0.05
-Row = dict[str, Any]
 
 
 class PlainLayout(Layout):
@@ -117,23 +117,6 @@ def make_layout(target: TransformersTarget, features: str) -> PlainLayout:
     )
     made = feature_layout(geometry, sets, top_k=TOP_K, depth=DEPTH, layers=layers)
     return PlainLayout(schemas=made.schemas, columns=made.columns)
-
-
-def make_rows(vocab_size: int, lengths: Sequence[int]) -> list[Row]:
-    random = np.random.default_rng(0)
-    return [
-        {
-            "sample_id": f"row-{number}",
-            "source": "bench:1",
-            "num_tokens": length,
-            "finish_reason": "length",
-            "degenerate": 0,
-            "on_policy": 1,
-            "input_ids": random.integers(5, vocab_size, length).astype(np.int32),
-            "loss_mask": (np.arange(length) >= length // 2).astype(np.uint8),
-        }
-        for number, length in enumerate(lengths)
-    ]
 
 
 def extract(
@@ -312,12 +295,12 @@ def main() -> None:
     target = build(options.geometry, device)
     parameters = sum(p.numel() for p in target.model.parameters())
     print(f"{options.geometry}: {parameters / 1e9:.2f}B parameters, rows of {length} tokens")
-    rows = make_rows(target.geometry.vocab_size, [length] * (2 * max(budgets) // length))
+    rows = random_rows(target.geometry.vocab_size, [length] * (2 * max(budgets) // length))
     head = ["(a) features", "batch", "tokens/s", "bare", "ratio", "goal"]
     lines = [[*head, "MB/s", "size", "(e) peak GB, bare"]]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "bench.parquet"
-        checked = make_rows(target.geometry.vocab_size, [length, length // 2, length - 1, 7])
+        checked = random_rows(target.geometry.vocab_size, [length, length // 2, length - 1, 7])
         wrong = []
         for how, budget, limit in (
             ("alone", 1, TOLERANCE_ALONE),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.bench import model, storage
+from pipeline.bench.rows import random_rows
 from pipeline.bench.timing import Line, medians
 from pipeline.geometry import feature_layout
 
@@ -30,7 +31,7 @@ def test_medians_run_the_ways_in_turn_and_leave_the_warm_up_out() -> None:
 
 def test_sizes_are_of_the_same_values(loaded: Any, tmp_path: Path) -> None:
     layout = feature_layout(loaded.geometry, ["mtp"], top_k=64, depth=3)
-    rows = model.random_rows(loaded.geometry.vocab_size, [24, 40])
+    rows = random_rows(loaded.geometry.vocab_size, [24, 40])
     done = storage.features_of(loaded, layout, rows)
     assert [row["num_tokens"] for row in done] == [24, 40]
     footer = model.footer_of(loaded, layout, "mtp", {})

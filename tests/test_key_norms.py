@@ -95,3 +95,10 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(PipelineError, match=r"no tensor layers\.2\.self_attn\.k_norm\.weight"):
         with_key_norms(geometry_of(tiny_model("qwen3")), tiny_model("qwen3"), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, "{", "[]"])
+def test_a_broken_index_is_one_clear_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(PipelineError, match=r"cannot read layers\.2\.self_attn\.k_norm\.weight"):
+        with_key_norms(geometry_of(tiny_model("qwen3")), tiny_model("qwen3"), tmp_path)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.bench import memory, model, starting, storage, workers
+from pipeline.bench.rows import random_rows
 from pipeline.bench.timing import Line
 from pipeline.geometry import feature_layout
 from pipeline.models.llamacpp import LlamaCppTarget
@@ -37,7 +38,7 @@ def lines(target: str, *, quick: bool, threads: int, scratch: Path) -> Iterator[
         with served:
             yield model.llamacpp_rollouts(served, prompts, most, min(repeats, 3))
     layout = feature_layout(loaded.geometry, ["mtp"], top_k=64, depth=3)
-    rows = model.random_rows(loaded.geometry.vocab_size, [256] * (16 if quick else 64))
+    rows = random_rows(loaded.geometry.vocab_size, [256] * (16 if quick else 64))
     done = storage.features_of(loaded, layout, rows)
     footer = model.footer_of(loaded, layout, "mtp", {})
     yield from storage.encoding(done, layout, footer, scratch, repeats)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pipeline.batches import micro_batches
+from pipeline.bench.rows import random_rows
 from pipeline.bench.timing import Line, medians
 from pipeline.chat import ChatRenderer
 from pipeline.conversation import Conversation
@@ -25,7 +26,6 @@ from pipeline.settings import Settings
 from pipeline.shards import ShardWriter
 
 DEMO_PROMPTS = Path(__file__).parent.parent / "data" / "demo_prompts.jsonl"
-Row = dict[str, Any]
 
 
 def load(target: str, backend: str, *, max_length: int, threads: int) -> TargetModel:
@@ -40,28 +40,6 @@ def load(target: str, backend: str, *, max_length: int, threads: int) -> TargetM
         max_length=max_length,
         eos_ids=load_eos_ids(files, load_tokenizer(files)),
     )
-
-
-def random_rows(vocab_size: int, lengths: Sequence[int]) -> list[Row]:
-    """Rollout rows of random ids; the second half of each is supervised."""
-    random = np.random.default_rng(0)
-    rows = []
-    for number, length in enumerate(lengths):
-        mask = np.zeros(length, np.uint8)
-        mask[length // 2 :] = 1
-        rows.append(
-            {
-                "sample_id": f"row-{number}",
-                "source": "bench:1",
-                "num_tokens": length,
-                "finish_reason": "length",
-                "degenerate": 0,
-                "on_policy": 1,
-                "input_ids": random.integers(5, vocab_size, length).astype(np.int32),
-                "loss_mask": mask,
-            }
-        )
-    return rows
 
 
 def extraction(

@@ -75,6 +75,7 @@ def _weights(path: Path, layer: int) -> torch.Tensor:
         SafetensorError,
         ValueError,
         KeyError,
+        TypeError,
         AttributeError,
         RecursionError,
     ) as error:
